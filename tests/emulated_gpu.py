@@ -123,8 +123,12 @@ def calls():
 
         return attention(q, k, v, Window(70), sinks=sinks, **more)
 
+    def projection():
+        return leaf(1, 140, 3, 4, 64), torch.randn(4, requires_grad=True)
+
     return {
         "attention": (heads, attend),
+        "one projection": (projection, lambda x, sinks, **more: attend(*x.unbind(2), sinks, **more)),
         **dict.fromkeys(("planned", "mixed", "in forward"), (head, linear_cross_entropy)),
         "top-k": (labelled, of_ids),
         "dense": (taught, linear_cross_entropy),

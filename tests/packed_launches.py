@@ -7,6 +7,7 @@ import torch
 
 import fake_cuda
 from onchip.kernels.triton.packed import Packed
+from onchip.masks import Causal, Documents
 
 T, H, V = 300, 128, 1000
 
@@ -34,8 +35,27 @@ def calls(op):
         experts, sizes = torch.zeros(3, 256, H, dtype=dtype).requires_grad_(), torch.tensor([100, 0, 200])
         yield lambda: ops.grouped_matmul(hidden, experts, sizes, backend="triton"), (hidden, experts)
 
+    elif op == "attention":
+        q, k, v = (torch.zeros(1, T, heads, 64, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
+        yield lambda: ops.attention(q, k, v, Documents(labels[None]) & Causal(), backend="triton"), (q, k, v)
+        q, k, v = packed = torch.zeros(3, 1, T, 2, 64, dtype=dtype).requires_grad_().unbind()
+        yield lambda: ops.attention(q, k, v, Causal().lower(1, T, T, q), softcap=3.0, backend="triton"), packed
 
-OPS = ("linear_cross_entropy", "linear_jsd", "cross_entropy", "fp8_linear", "grouped_matmul")
+
+OPS = ("linear_cross_entropy", "linear_jsd", "cross_entropy", "fp8_linear", "grouped_matmul", "attention")
+OTHER = 0x7F12_3456_7890  # an address
+
+
+def addresses_are_written_as_by_the_driver(packed):
+    """Into descriptors too."""
+    for _, of in packed.given.descriptors:
+        before, word = of.address, of.word
+        of.put(OTHER)
+        by_driver = bytes(packed.words)
+        of.put(before)
+        packed.words[word] = OTHER
+        assert bytes(packed.words) == by_driver
+        packed.words[word] = before
 
 
 def main(ops):
@@ -50,6 +70,7 @@ def main(ops):
         made.send()
         (by_us,) = [x for x in gpu.library.take() if x.kind == "launch"]
         assert by_us == by_triton, (made.name, by_us, by_triton)
+        addresses_are_written_as_by_the_driver(made)
         compared += 1
         return made
 
@@ -57,7 +78,7 @@ def main(ops):
         for op in ops:
             before = compared
             for call, leaves in calls(op):
-                for _ in range(4):
+                for _ in range(5):
                     out = call()
                     torch.autograd.grad(out, leaves, torch.zeros_like(out))
             print(op, compared - before)

@@ -16,7 +16,7 @@ import fake_cuda
             pytest.param(x, marks=pytest.mark.slow)
             for x in (
                 *("planned", "mixed", "in forward", "top-k", "dense", "linear_log_probs", "autocast"),
-                *("grouped_matmul", "rows", "fp8_linear", "attention"),
+                *("grouped_matmul", "rows", "fp8_linear", "attention", "one projection"),
             )
         ),
     ],

@@ -246,6 +246,27 @@ def test_memory(name, prepared):
     assert peaks[3] <= peaks[0] + SMALL
 
 
+def test_arguments_in_one_memory(prepared):
+    """q, k and v of one projection: they lie to each other in the same way in each call, then in another way."""
+
+    def step(seed, order):
+        (x,) = _leaves(seed, (2, T, 3, 4, 64))
+        q, k, v = (x.select(2, i) for i in order)
+        return attention(q, k, v, backend="triton"), (x,)
+
+    seeds = (1, 2, 3, 4, 5, 1, 2)
+    for order in ((0, 1, 2), (0, 2, 1)):
+        first = {}
+        for seed in seeds:
+            torch_prepared.forget()
+            first[seed] = _bits(partial(step, order=order), seed)
+        before = prepared["run"]
+        for _ in range(2):
+            for seed in seeds:
+                assert all(map(torch.equal, _bits(partial(step, order=order), seed), first[seed]))
+        assert prepared["run"] >= before + 20
+
+
 def test_another_thread(prepared):
     """One that CUDA hasn't seen, and several at once."""
     step = STEPS["linear_cross_entropy"]

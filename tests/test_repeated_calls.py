@@ -64,7 +64,9 @@ def test_what_takes_a_call_down_is_gone_with_it(refused):
         assert not told.refused
         told.zero(made)
         given = Changing(
-            [(x, 0), (made, 1)], [(SimpleNamespace(base=made, shape=made.shape), SimpleNamespace(put=None))], []
+            [(x, 0), (made, 1)],
+            [(SimpleNamespace(base=made, shape=made.shape), SimpleNamespace(put=None, word=None))],
+            [],
         )
         told.launch(SimpleNamespace(given=given, lock=None, config=None, words=None, send=None))
         told.derive(lambda address: (address, 8, None), [x], made, (8,))

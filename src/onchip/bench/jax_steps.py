@@ -236,6 +236,11 @@ def wide_matrix(x: Array, i: int) -> Array:
     return wide(lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
+def added(x: Array, columns: slice, y: Array) -> Array:
+    """As PyTorch's."""
+    return x.at[:, columns].add(y)
+
+
 def gradient(function: Callable[..., Sequence[Array]], z: Array, *others: Array) -> tuple[Sequence[Array], Array]:
     """As PyTorch's."""
     values, pullback = jax.vjp(lambda z: function(z, *others), z)

@@ -292,6 +292,12 @@ def wide_matrix(x: Tensor, i: int) -> Tensor:
     return wide(x[i])
 
 
+def added(x: Tensor, columns: slice, y: Tensor) -> Tensor:
+    """`x` [B, N, D] with `y` added to these of its N; it may be x itself."""
+    x[:, columns] += y
+    return x
+
+
 def gradient(function: Callable[..., Sequence[Tensor]], z: Tensor, *others: Tensor) -> tuple[Sequence[Tensor], Tensor]:
     """What `function(z, *others)` returns, and the gradient of its sum with respect to `z`."""
     z = z.detach().requires_grad_()

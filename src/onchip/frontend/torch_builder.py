@@ -18,6 +18,7 @@ from onchip.core.cuda_driver import Driver, driver
 
 ALIGNED = 512  # bytes, of which the CUDA allocator's blocks are multiples
 _SMALL = 1 << 20  # bytes; smaller memory shares one allocation, unless it is needed as a tensor
+SHARED = "two arguments share memory"
 _UNKNOWN = "memory is neither an argument's nor a stated operator's"
 
 Tensors = Sequence[Tensor | None]
@@ -121,9 +122,12 @@ class Attached(NamedTuple):
 
 
 class Builder:
-    """A context that records what an operator does.  In lists the stream comes first, then the given tensors."""
+    """A context that records what an operator does.  In lists the stream comes first, then the given tensors.
 
-    def __init__(self, tensors: Tensors) -> None:
+    If some of these are `shared`, being in the same memory, they lie to each other as they do now in each later call.
+    """
+
+    def __init__(self, tensors: Tensors, *, shared: bool = False) -> None:
         self.refused = ""
         self.attached: list[Attached] = []
         self._device = next(x.device for x in tensors if x is not None)
@@ -147,8 +151,8 @@ class Builder:
                 known = self._places.get(x.untyped_storage()._cdata)
                 if known is None:
                     self._know(place, x)
-                elif self._memory[known].address != x.data_ptr():
-                    self.refuse("two arguments share memory")
+                elif self._memory[known].address != x.data_ptr() and not shared:
+                    self.refuse(SHARED)
 
     def __enter__(self) -> "Builder":
         THREAD.builder = self
@@ -254,7 +258,11 @@ class Builder:
                 addresses.append((i, place, more))
         for x, made in given.descriptors:
             place, more, rows = self._origin(x.base, uses)
-            maps.append((made.put, place, more, rows if x.shape[0] == len(x.base) else None))
+            rows = rows if x.shape[0] == len(x.base) else None
+            if place and rows is None and made.word is not None:
+                addresses.append((made.word, place, more))
+            elif place:
+                maps.append((made.put, place, more, rows))
         for x, put in given.tuples:
             for derived in self._derived:
                 if x is derived.rows:

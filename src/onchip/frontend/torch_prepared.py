@@ -20,13 +20,13 @@ call that stated it.
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from onchip.frontend import torch_builder
-from onchip.frontend.torch_builder import THREAD, Builder, Prepared, Tensors
+from onchip.frontend.torch_builder import SHARED, THREAD, Builder, Prepared, Tensors
 
 # The number of kinds of calls that an operator remembers.  A training run has a handful; if each step has a new length,
 # none is used.
@@ -117,6 +117,32 @@ def unstated() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- kinds of calls
 
 
+class _Shared(NamedTuple):
+    """A kind of calls some of whose tensors share memory."""
+
+    kind: Hashable
+    lying: tuple[tuple[int, int] | None, ...]
+    """For each tensor, the place of the first one in its memory, and the bytes from that one to it."""
+
+
+def _lying(tensors: Tensors) -> tuple[tuple[int, int] | None, ...]:
+    known: dict[int, tuple[int, int]] = {}  # by storage, the first one's place and address
+    made: list[tuple[int, int] | None] = []
+    for i, x in enumerate(tensors):
+        if x is None:
+            made.append(None)
+            continue
+        address = x.data_ptr()
+        place, first = known.setdefault(x.untyped_storage()._cdata, (i, address))
+        made.append((place, address - first))
+    return tuple(made)
+
+
+def is_shared(kind: Hashable) -> bool:
+    """Whether it says how tensors lie that share memory."""
+    return isinstance(kind, _Shared)
+
+
 class Known:
     """What is known about a function's calls, by their kind, for any number of threads."""
 
@@ -125,6 +151,17 @@ class Known:
         self._lock = threading.Lock()
         self.get, self.forget = self._known.get, self._known.clear
         _ALL.append(self)
+
+    def find(self, kind: Hashable, tensors: Tensors) -> tuple[Hashable, Any]:
+        """The call's kind, and what is known about it.
+
+        It is told apart by how the tensors lie to each other only where some share memory.
+        """
+        found = self.get(kind)
+        if found is SHARED:
+            kind = _Shared(kind, _lying(tensors))
+            found = self.get(kind)
+        return kind, found
 
     def remember(self, kind: Hashable, what: Any = SEEN_ONCE) -> None:
         """Note that there was a call of this kind, or the result of stating it; forget the oldest if there are too
@@ -155,15 +192,14 @@ class Kinds:
         """The result of `function()`, which reads and writes only `tensors`, and depends besides only on `rest`."""
         if builder() is not None or not is_prepared(next(x for x in tensors if x is not None)):
             return function()
-        kind = rest, kind_of(tensors)
-        known = self._known.get(kind)
+        kind, known = self._known.find((rest, kind_of(tensors)), tensors)
         if isinstance(known, Prepared):
             if known.may_run():
                 return known.run(tensors)
         elif known is None:
             self._known.remember(kind)
         elif known is SEEN_ONCE:
-            with Builder(tensors) as told:
+            with Builder(tensors, shared=is_shared(kind)) as told:
                 made = function()
             self._known.remember(kind, told.finish(made))
             return made
@@ -179,13 +215,13 @@ def kind_of(tensors: Tensors) -> Hashable:
     """Everything about tensors on which a prepared call relies."""
     made: list[Hashable] = []
     addresses = []
+    aligned = torch_builder.ALIGNED
     for x in tensors:
         if x is None:
             made.append(None)
             continue
         address = x.data_ptr()
-        off = address % torch_builder.ALIGNED and address & -address
-        made.append((x.dtype, x.shape, x.stride(), x.get_device(), off))
+        made += x.dtype, x.shape, x.stride(), x.get_device(), address % aligned and address & -address
         addresses.append(address)
     if len(set(addresses)) < len(addresses):
         made.append(tuple([addresses.index(address) for address in addresses]))

@@ -27,7 +27,7 @@ from torch.utils._device import DeviceContext
 from onchip.frontend import torch_prepared
 from onchip.frontend.torch_builder import Builder, Prepared, versions
 from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_prepared import SEEN_ONCE, Known
+from onchip.frontend.torch_prepared import SEEN_ONCE, Known, is_shared
 from onchip.frontend.torch_refusals import refused_together
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
 
@@ -55,14 +55,14 @@ def repeatable(function: F) -> F:
         if kind is None:
             with refused_together(kwargs.get("check_inputs")):
                 return function(*args, **kwargs)
-        found = known.get(kind)
+        kind, found = known.find(kind, given)
         if isinstance(found, _Known):
             if found.prepared.may_run():
                 return found.run(given)
         elif found is None:
             known.remember(kind)
         elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be done unseen
-            made, found = _prepare(function, args, kwargs, given)
+            made, found = _prepare(function, args, kwargs, given, shared=is_shared(kind))
             known.remember(kind, found)
             return made
         return function(*args, **kwargs)
@@ -93,13 +93,13 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         kind = type(x)
         if kind in _PLAIN:
             rest += kind, x
-        elif isinstance(x, ProcessGroup):
-            rest += kind, x.group_name, x.rank(), x.size()
         elif not _add(x, given, rest):
-            return None
+            if not isinstance(x, ProcessGroup):
+                return None
+            rest += kind, x.group_name, x.rank(), x.size()
     if not given or not torch_prepared.is_prepared(given[0]):
         return None
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None  # that of CUDA
     if len(given) > 1:
         known = [id(x) for x in given]
         if len(set(known)) < len(known):  # a gradient goes to the tensor, not to its memory
@@ -180,10 +180,10 @@ class _Known(NamedTuple):
 
 
 def _prepare(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor], *, shared: bool
 ) -> tuple[Any, _Known | str]:
     """The result of a call, and how to repeat it, or why it can't be repeated."""
-    told = Builder(given)
+    told = Builder(given, shared=shared)
     with told:
         result = function(*args, **kwargs)
     seen = told.attached

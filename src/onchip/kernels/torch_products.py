@@ -17,12 +17,28 @@ def widen(x: Tensor) -> Tensor:
     return x.to(operand_dtype(x))
 
 
+# With fewer elements in a result, cuBLAS may add up parts of a sum apart, each rounded to 16 bits; more of them fill
+# the GPU as they are.
+_IN_PARTS = 1 << 22
+
+
+def _rounds_parts(out: Tensor) -> bool:
+    return out.dtype.itemsize == 2 and out.numel() < _IN_PARTS
+
+
+def _summed(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the dtype of sums."""
+    total = accumulator(a.dtype)
+    return a @ b if a.dtype == total else torch.mm(a, b, out_dtype=total)
+
+
 def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
     """out = a @ b (+ out) in the dtype of `out`: the operands' dtype, float32 for operands of 16 bits, or less than
-    that of `widen`.
+    that of `widen`.  Rounded once; where `out` has 16 bits and is small, the sums take scratch in float32.
     """
-    if out.dtype.itemsize < a.dtype.itemsize:
-        out.copy_(out + a @ b if accumulate else a @ b)
+    if out.dtype.itemsize < a.dtype.itemsize or _rounds_parts(out):
+        total = _summed(a, b)
+        out.copy_(total.add_(out) if accumulate else total)
         return
     kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if accumulate:
@@ -33,8 +49,8 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> N
 
 def linear(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     """out = a @ b + bias, rounded once to the dtype of `out`, which is a's; `b` is widened."""
-    if a.dtype != b.dtype:
-        total = widen(a) @ b
+    if a.dtype != b.dtype or _rounds_parts(out):
+        total = _summed(widen(a), b)
         out.copy_(total if bias is None else total.add_(bias))
     elif bias is None:
         torch.mm(a, b, out=out)

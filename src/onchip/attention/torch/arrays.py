@@ -15,7 +15,8 @@ def _count_not_above(x: Tensor, y: Tensor) -> Tensor:
 
 KNOWN["torch"] = MaskArrays(
     torch,
-    positions=lambda like, n: torch.arange(n, dtype=torch.int32, device=like.device),
+    positions=lambda like, n, first: torch.arange(first, first + n, dtype=torch.int32, device=like.device),
+    constants=lambda like, n, value: torch.full((n,), value, dtype=torch.int32, device=like.device),
     integers=lambda x: x.to(torch.int32),
     running_max=lambda x: x.cummax(-1).values,
     running_min=lambda x: x.flip(-1).cummin(-1).values.flip(-1),

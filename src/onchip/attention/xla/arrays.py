@@ -23,7 +23,8 @@ def _values(x: Any) -> np.ndarray[Any, Any] | None:
 
 KNOWN["xla"] = MaskArrays(
     jnp,
-    positions=lambda like, n: jnp.arange(n, dtype=jnp.int32),
+    positions=lambda like, n, first: jnp.arange(first, first + n, dtype=jnp.int32),
+    constants=lambda like, n, value: jnp.full(n, value, jnp.int32),
     integers=lambda x: jnp.asarray(x).astype(jnp.int32),
     running_max=lambda x: lax.cummax(x, axis=x.ndim - 1),
     running_min=lambda x: lax.cummin(x, axis=x.ndim - 1, reverse=True),

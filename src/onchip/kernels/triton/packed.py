@@ -24,6 +24,8 @@ _MAP = 128  # bytes of a descriptor, and more than its alignment
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
 # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, and _FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA.
 _PROMOTION, _NAN = 2, 1
+# Two addresses that differ in every bit that a device's addresses have.
+_TRIED = 0x2AAA_AAAA_AAA0, 0x5555_5555_5550
 # Drivers up to 13.1 set a wrong bit in descriptors of matrices with fewer bytes, according to CUTLASS and Triton 3.7.
 _MENDED, _SMALL = 13010, 128 * 1024
 # Options of a launch that only Triton's launcher knows how to make.
@@ -35,6 +37,9 @@ _KNOWN_OF_MAP, _UNKNOWN_OF_MAP = {"elem_size", "elem_type", "swizzle", "block_si
 def refusal() -> str | None:
     """Why no launch can be packed, or None."""
     return None if driver() else "CUDA's driver is older than 12.4"
+
+
+_Words = ctypes.c_uint64 * (_MAP // 8)
 
 
 class Map:
@@ -53,6 +58,8 @@ class Map:
         self.row, *others = [n * meta["elem_size"] for n in x.strides]
         self.within = sum((n - 1) * step for n, step in zip(x.shape[1:], others, strict=True))
         self.mended = used.version <= _MENDED
+        self.word: int | None = None
+        """Where the address lies among the launch's words, if it may be written there."""
 
     def put(self, address: int, rows: int | None = None) -> None:
         if rows is not None and rows != self.rows:
@@ -67,6 +74,26 @@ class Map:
         if self.mended and (self.rows - 1) * self.row + self.within + 1 < _SMALL:
             ctypes.c_uint64.from_address(self.at + 8).value &= ~(1 << 21)
         self.address = address
+
+    def address_word(self) -> int | None:
+        """Which of the descriptor's words is the address, if nothing else in it depends on the address.
+
+        Found by trying: CUDA doesn't say how a descriptor is made up, only that a kernel may replace its address alone
+        (PTX: tensormap.replace).
+        """
+        before, made = self.address, []
+        if not before:
+            return None
+        try:
+            for address in _TRIED:
+                self.put(address)
+                made.append(_Words.from_address(self.at)[:])
+        except RuntimeError:
+            return None
+        finally:
+            self.put(before)
+        differ = [i for i, (x, y) in enumerate(zip(*made, strict=True)) if x != y]
+        return differ[0] if [tuple([words[i] for words in made]) for i in differ] == [_TRIED] else None
 
 
 class _Unknown(Exception):
@@ -142,6 +169,8 @@ class Packed:
         struct.pack_into(layout.format, self.memory, self.start, *flat, 0, 0)
         for x, made in self.given.descriptors:
             made.put(x.base.data_ptr())
+            if (word := made.address_word()) is not None:
+                made.word = (made.at - base) // 8 + word
         self.words = memoryview(self.memory).cast("B")[self.start : self.start + -(-layout.size // 8) * 8].cast("Q")
         self.pointers = ctypes.create_string_buffer(
             struct.pack(f"{len(layout.offsets)}Q", *[base + x for x in layout.offsets])

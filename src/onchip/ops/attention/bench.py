@@ -1,7 +1,9 @@
 """The benchmark of attention: its inputs, its peers, and how results are checked."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 
 from onchip.attention.masks import Intervals
 from onchip.bench.harness import BenchedOp
-from onchip.bench.peers import NARROW, Implementation, gpu_only, no_compiler, own
+from onchip.bench.peers import NARROW, Implementation, Refusal, always, gpu_only, no_compiler, own
 from onchip.bench.timing import Step
 from onchip.ops.attention import cases, reference
 from onchip.ops.attention.checks import limits
@@ -34,14 +36,14 @@ class AttentionBenchProblem:
     def options(self) -> dict[str, Any]:
         return {} if self.sinks is None else {"sinks": self.sinks}
 
-    def seen(self, rows: slice) -> Any:
-        """[B or 1, rows, T] bool: what some queries see."""
+    def seen(self, rows: slice, keys: slice = slice(None)) -> Any:
+        """[B or 1, rows, keys] bool: what some queries see of some keys."""
         mask, tokens = self.mask, self.case.tokens
         at = np.arange(tokens, dtype=np.int32)
         like = mask.start
-        i, j = (_beside(like, x) for x in (at[None, rows, None], at[None, None]))
+        i, j = (_beside(like, x) for x in (at[None, rows, None], at[None, None, keys]))
         seen = (mask.start[:, rows, None] <= j) & (j < mask.end[:, rows, None])
-        return seen if mask.stop is None else seen & (i < mask.stop[:, None])
+        return seen if mask.stop is None else seen & (i < mask.stop[:, None, keys])
 
 
 def _beside(like: Any, x: Any) -> Any:
@@ -69,6 +71,10 @@ def _make(fw: Any, case: cases.AttentionBenchCase, device: str, dtype: str) -> A
 
 # Queries that the check takes at a time: their scores in float64 must fit.
 _ROWS = 1024
+# Pairs of a query and a key it sees, of all heads, that are checked: those of 16384 tokens that all see each other.
+_CHECKED = 32 * 16384**2
+# The product that stands for the floor has more rows if it would have more columns than these.
+_COLUMNS = 1 << 16
 
 
 @dataclass
@@ -86,24 +92,22 @@ class AttentionBenchmark(BenchedOp):
 
         Attention needs two products in forward, and five more in backward, one of which computes the scores again.
         """
-        case, mask = problem.case, problem.mask
-        if mask.stop is not None:
-            pairs = sum(int(problem.seen(rows).sum()) for rows in _blocks(case.tokens))
-        else:
-            pairs = int((mask.end - mask.start).clip(0).sum())
-        pairs *= case.heads * (case.batch // len(mask.start))
+        case = problem.case
+        pairs = _pairs(problem) * case.heads
         sizes = case.size + case.value_size
         flops = 2 * pairs * (sizes if mode == "forward" else sizes + 3 * case.size + 2 * case.value_size)
-        side = min(8192, case.tokens)
-        inner = max(1, flops // (2 * side * side))
         device = "cuda" if "cuda" in str(getattr(problem.q, "device", "")) else "cpu"
+        side = 8192 if device == "cuda" else min(8192, case.tokens)
+        if flops > 2 * side**2 * _COLUMNS:
+            side = math.isqrt(flops // (2 * _COLUMNS)) // 128 * 128
+        columns = max(1, round(flops / (16 * side**2))) * 8  # rows that are aligned
         normal, dtype = self.fw.drawer(device), dtype_name(problem.q.dtype)
-        a, b = (normal(side, inner, dtype=dtype) for _ in range(2))
+        a, b = (normal(side, columns, dtype=dtype) for _ in range(2))
         step: Step = self.fw.without_gradients(lambda a, b: [a @ b.T], a, b)
         return step
 
-    def reference(self, problem: AttentionBenchProblem) -> dict[str, Any]:
-        """The exact results, computed in float64 head by head, with their bounds."""
+    def reference(self, problem: AttentionBenchProblem) -> dict[str, tuple[dict[int, Any], tuple[int, ...], float]]:
+        """The exact results of the groups of heads that are checked, computed in float64, with their bounds."""
         case, dtype = problem.case, dtype_name(problem.q.dtype)
         with self.fw.in_float64():
             right = _in_float64(self.fw, problem)
@@ -111,20 +115,22 @@ class AttentionBenchmark(BenchedOp):
                 case.name, "full", case.batch, case.tokens, case.tokens, case.heads, case.key_heads, case.size,
                 case.value_size,
             )  # fmt: skip
-            bounds = limits(checked, dtype, {}, _NO_NUMBERS, {})
-        return {name: (right[name], bounds[name][1]) for name in RETURNED}
+            # All kernels round probabilities before the product with values.
+            bounds = limits(checked, dtype, {} if dtype == "float32" else {"backend": "triton"}, _NO_NUMBERS, {})
+        shapes = dict(zip(RETURNED, (problem.grad_out, problem.q, problem.k, problem.v), strict=True))
+        return {name: (right[name], tuple(shapes[name].shape), bounds[name][1]) for name in RETURNED}
 
     def check(self, reference: Mapping[str, Any], mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
-        """The relative error of each result."""
+        """The relative error of each result, in the heads that are checked."""
         found = {}
         for name, made in zip(RETURNED, returned, strict=False):
-            right, bound = reference[name]
-            if made.shape != right.shape:
-                raise ValueError(f"{name} has shape {list(made.shape)} where {list(right.shape)} is right")
+            heads, shape, bound = reference[name]
+            if tuple(made.shape) != shape:
+                raise ValueError(f"{name} has shape {list(made.shape)} where {list(shape)} is right")
             error = norm = 0.0
-            for h in range(right.shape[2]):
+            for h, right in heads.items():
                 with self.fw.in_float64():
-                    a, b = self.fw.wide(made[:, :, h]), self.fw.wide(right[:, :, h])
+                    a, b = self.fw.wide(made[:, :, h]), self.fw.wide(right)
                     error += float(((a - b) ** 2).sum())
                     norm += float((b**2).sum())
             found[name] = math.sqrt(error / norm), bound
@@ -143,33 +149,59 @@ def _blocks(tokens: int) -> list[slice]:
     return [slice(i, min(i + _ROWS, tokens)) for i in range(0, tokens, _ROWS)]
 
 
-def _in_float64(fw: Any, p: AttentionBenchProblem) -> dict[str, Any]:
-    """out and the gradients, kept in float32: [B, T, H, D] each."""
+def _pairs(problem: AttentionBenchProblem) -> int:
+    """How many pairs of a query and a key are seen, in all rows of the batch."""
+    case, mask = problem.case, problem.mask
+    if mask.stop is not None:
+        pairs = sum(int(problem.seen(rows).sum()) for rows in _blocks(case.tokens))
+    else:
+        pairs = int((mask.end - mask.start).clip(0).sum())
+    return pairs * (case.batch // len(mask.start))
+
+
+def _checked_groups(problem: AttentionBenchProblem) -> list[int]:
+    """The key heads that are checked, with their queries' heads: all, or as many as `_CHECKED` allows, evenly."""
+    case = problem.case
+    most = _CHECKED // max(1, _pairs(problem) * (case.heads // case.key_heads))
+    count = min(case.key_heads, max(1, most))
+    return [case.key_heads - 1 - i * case.key_heads // count for i in range(count)]
+
+
+def _in_float64(fw: Any, p: AttentionBenchProblem) -> dict[str, dict[int, Any]]:
+    """out and the gradients by heads, kept in float32: [B, T, D] each.  A block of queries takes its range of keys."""
     case, group, scale = p.case, p.case.heads // p.case.key_heads, p.case.size**-0.5
-    made: dict[str, list[Any]] = {name: [] for name in RETURNED}
-    for g in range(case.key_heads):
+    made: dict[str, dict[int, Any]] = {name: {} for name in RETURNED}
+
+    def range_of(rows: slice) -> slice:
+        if fw.NAME == "jax":  # it would compile for each number of keys
+            return slice(0, case.tokens)
+        return slice(int(p.mask.start[:, rows].min()), int(p.mask.end[:, rows].max()))
+
+    blocks = [(rows, range_of(rows)) for rows in _blocks(case.tokens)]
+    for g in _checked_groups(p):
         k, v = (fw.wide(x[:, :, g]) for x in (p.k, p.v))
         of_k, of_v = 0 * k, 0 * v
         for h in range(g * group, (g + 1) * group):
             q, do = (fw.wide(x[:, :, h]) for x in (p.q, p.grad_out))
             outs, of_q = [], []
-            for rows in _blocks(case.tokens):
-                z = fw.xp.where(p.seen(rows), q[:, rows] @ fw.xp.swapaxes(k, 1, 2) * scale, -math.inf)
+            for rows, keys in blocks:
+                z = fw.xp.where(p.seen(rows, keys), q[:, rows] @ fw.xp.swapaxes(k[:, keys], 1, 2) * scale, -math.inf)
                 most = fw.xp.amax(z, -1)[..., None]
                 of_sink = 0.0 if p.sinks is None else fw.xp.exp(fw.wide(p.sinks[h]) - most)
                 e = fw.xp.exp(z - most)
                 e = e / (e.sum(-1)[..., None] + of_sink)
-                out = e @ v
+                out = e @ v[:, keys]
                 outs.append(out)
-                dz = e * (do[:, rows] @ fw.xp.swapaxes(v, 1, 2) - (do[:, rows] * out).sum(-1)[..., None]) * scale
-                of_q.append(dz @ k)
-                of_k = of_k + fw.xp.swapaxes(dz, 1, 2) @ q[:, rows]
-                of_v = of_v + fw.xp.swapaxes(e, 1, 2) @ do[:, rows]
-            made["out"].append(fw.constant(fw.xp.concatenate(outs, 1), "float32"))
-            made["grad_q"].append(fw.constant(fw.xp.concatenate(of_q, 1), "float32"))
-        made["grad_k"].append(fw.constant(of_k, "float32"))
-        made["grad_v"].append(fw.constant(of_v, "float32"))
-    return {name: fw.xp.stack(heads, 2) for name, heads in made.items()}
+                dp = do[:, rows] @ fw.xp.swapaxes(v[:, keys], 1, 2)
+                dz = e * (dp - (do[:, rows] * out).sum(-1)[..., None]) * scale
+                of_q.append(dz @ k[:, keys])
+                of_k = fw.added(of_k, keys, fw.xp.swapaxes(dz, 1, 2) @ q[:, rows])
+                of_v = fw.added(of_v, keys, fw.xp.swapaxes(e, 1, 2) @ do[:, rows])
+            made["out"][h] = fw.constant(fw.xp.concatenate(outs, 1), "float32")
+            made["grad_q"][h] = fw.constant(fw.xp.concatenate(of_q, 1), "float32")
+        made["grad_k"][g] = fw.constant(of_k, "float32")
+        made["grad_v"][g] = fw.constant(of_v, "float32")
+    return made
 
 
 # -------------------------------------------------------------------------------------------------- implementations
@@ -201,27 +233,29 @@ def _refuse_sinks(problem: AttentionBenchProblem, what: str) -> None:
         raise ValueError(f"{what} has no sinks")
 
 
-def _sdpa(problem: AttentionBenchProblem, *, causal: bool) -> Callable[..., Any]:
+def _sdpa(problem: AttentionBenchProblem, backend: str | None = None, *, matrix: bool = False) -> Callable[..., Any]:
     import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _refuse_sinks(problem, "scaled_dot_product_attention")
-    if causal and problem.case.mask != "causal":
-        raise ValueError("without a matrix its mask is causal")
-    seen = None if causal else problem.seen(slice(None))[:, None]
+    if not matrix and problem.case.mask not in ("causal", "full"):
+        raise ValueError("without a matrix its mask is causal or full")
+    seen = problem.seen(slice(None))[:, None] if matrix else None
+    causal = not matrix and problem.case.mask == "causal"
 
     def call(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (_turned(x) for x in (q, k, v))
-        return _turned(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=True))
+        with sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
+            return _turned(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=True))
 
     return call
 
 
 def _flex(problem: AttentionBenchProblem) -> Callable[..., Any]:
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    _refuse_sinks(problem, "flex_attention")
-    mask, case = problem.mask, problem.case
+    mask, case, sinks = problem.mask, problem.case, problem.sinks
     start, end, stop = (None if x is None else x.expand(case.batch, -1) for x in (mask.start, mask.end, mask.stop))
     assert start is not None
     assert end is not None
@@ -233,10 +267,41 @@ def _flex(problem: AttentionBenchProblem) -> Callable[..., Any]:
     device = str(problem.q.device)
     blocks = create_block_mask(seen, case.batch, None, case.tokens, case.tokens, device=device)
     torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return _turned(compiled(_turned(q), _turned(k), _turned(v), block_mask=blocks, enable_gqa=True))
+        q, k, v = (_turned(x) for x in (q, k, v))
+        if sinks is None:
+            return _turned(compiled(q, k, v, block_mask=blocks, enable_gqa=True))
+        out, more = compiled(q, k, v, block_mask=blocks, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        # As transformers does it: the sink takes its share of the probability from the values.
+        return _turned(out * torch.sigmoid(more.lse - sinks[:, None])[..., None].to(out.dtype))
+
+    return call
+
+
+def _varlen(problem: AttentionBenchProblem) -> Callable[..., Any]:
+    import torch
+    from torch.nn.attention import varlen
+
+    function: Callable[..., Any] = varlen.varlen_attn
+    _refuse_sinks(problem, "varlen_attn")
+    case, mask = problem.case, problem.mask
+    if case.mask not in ("causal", "full", "window", "documents", "mixed"):
+        raise ValueError("its mask is causal, full, a window or documents")
+    at = torch.arange(case.batch * case.tokens + 1, device=mask.start.device, dtype=torch.int32)
+    if case.mask in ("documents", "mixed"):
+        ends = at[torch.nn.functional.pad((mask.start[0] == at[:-1]), (0, 1), value=True)]
+    else:
+        ends = at[:: case.tokens]
+    longest = int((ends[1:] - ends[:-1]).max())
+    window = (case.length - 1 if case.mask == "window" else -1, -1 if case.mask == "full" else 0)
+    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(function).parameters else {}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        out = function(*rows, ends, ends, longest, longest, window_size=window, **gqa)
+        return out.unflatten(0, q.shape[:2])
 
     return call
 
@@ -262,14 +327,19 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     def unloaded() -> Callable[..., Any]:
         return _torch_implementations  # its steps import it
 
-    on_gpu = gpu_only("flash-attn", NARROW, "flash-attn")
-    matrix, causal = (_steps_with(partial(_sdpa, causal=x)) for x in (False, True))
+    def peer(name: str, make: Callable[..., Any], refusal: Refusal = always, package: str = "torch") -> Implementation:
+        return Implementation(name, unloaded, refusal, package=package, steps=_steps_with(make))
+
+    by_kernels = gpu_only("torch", NARROW, "torch")
     return (
         *_own(fw),
-        Implementation("torch SDPA, mask as a matrix", unloaded, steps=matrix),
-        Implementation("torch SDPA, causal", unloaded, steps=causal),
-        Implementation("torch flex_attention", unloaded, _flex_refusal, steps=_steps_with(_flex)),
-        Implementation("flash-attn", unloaded, on_gpu, package="flash-attn", steps=_steps_with(_flash)),
+        peer("torch SDPA, mask as a matrix", partial(_sdpa, matrix=True)),
+        peer("torch SDPA", _sdpa),
+        peer("torch SDPA, cuDNN", partial(_sdpa, backend="CUDNN_ATTENTION"), by_kernels),
+        peer("torch SDPA, flash", partial(_sdpa, backend="FLASH_ATTENTION"), by_kernels),
+        peer("torch varlen_attn", _varlen, by_kernels),
+        peer("torch flex_attention", _flex, _flex_refusal),
+        peer("flash-attn", _flash, gpu_only("flash-attn", NARROW, "flash-attn"), "flash-attn"),
     )
 
 

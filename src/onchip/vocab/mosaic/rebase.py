@@ -29,6 +29,7 @@ _TOKENS = 128  # that are rebased together
 _THREADS = 128  # of a warpgroup
 _STRIP = 1024  # elements of a row that a program adds to at a time, at most
 _AHEAD = 8  # rows of hidden that are on their way at a time
+_SMALLEST = 2.0**-126  # of the normal numbers
 
 
 def rebase_exponentials(
@@ -100,8 +101,8 @@ def gradient_with_entropy(
 
         def made(e: Any, b: int) -> Any:
             a, c, m = (registers.spread(x[b], shape, 1) for x in vectors)
-            # p log p is 0 at p = 0.
-            return jnp.where(e > 0, e * (a + c * (jnp.log(e) + m)), 0.0)
+            # p log p is 0 at p = 0.  The GPU's logarithm of what is below the normal numbers is -inf, though e isn't 0.
+            return jnp.where(e >= _SMALLEST, e * (a + c * (jnp.log(e) + m)), 0.0)
 
         return lambda _: made
 
