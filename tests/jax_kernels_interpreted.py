@@ -18,6 +18,8 @@ from onchip.kernels.triton import jax_call, jax_front, jax_listed
 from onchip.kernels.triton.jax_call import Pointer
 
 CHECKS = {}
+# Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
+SLOW = {f"right-{x}" for x in ("each token", "recompute", "shifted", "statistics", "turned weight")}
 check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16
 

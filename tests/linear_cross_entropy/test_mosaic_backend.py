@@ -49,7 +49,7 @@ def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
     [
         ("bfloat16", "vh", {"softcap": 5.0}, False),
         ("float16", "hv", {"label_smoothing": 0.1, "z_loss": 1e-3}, False),
-        ("bfloat16", "vh", {"softcap": 5.0}, True),
+        pytest.param("bfloat16", "vh", {"softcap": 5.0}, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -66,7 +66,7 @@ WEIGHED = {"label_smoothing": 0.1, "z_loss": 1e-3}
 @pytest.mark.parametrize(
     ("dtype", "layout", "options", "kept", "by_tokens"),
     [
-        ("bfloat16", "vh", WEIGHED, False, False),
+        pytest.param("bfloat16", "vh", WEIGHED, False, False, marks=pytest.mark.slow),
         ("float16", "hv", WEIGHED | {"softcap": 5.0}, False, False),
         ("bfloat16", "hv", {"z_loss": 1e-3}, True, False),
         pytest.param("float16", "vh", {"z_loss": 1e-3}, False, True, marks=pytest.mark.slow),
