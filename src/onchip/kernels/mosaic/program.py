@@ -11,8 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.frontend.jax_call import vary_alike
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
-from onchip.kernels.mosaic.order import Item, Work
+from onchip.kernels.mosaic.order import Item, Work, each
 from onchip.kernels.mosaic.product import ALL, BOX, MATH, Addends, MosaicConfig, Part, Product, ProductStep, Promotion
+from onchip.kernels.mosaic.ptx import store_boxes
 from onchip.kernels.mosaic.registers import Registers
 from onchip.kernels.mosaic.tile_numbers import Broadcast, Counter
 
@@ -182,7 +183,7 @@ class _Program:
         p = self.p
         if p.stored is None:
             return None
-        return _storing(self.refs["stored"].at[self.warpgroup], p.config, m, n, p.columns)
+        return _storing(self.refs["stored"], self.warpgroup, p.config, (m, n), p.columns, self.interpret)
 
     def cleaned(self, which: ProductStep, slot: Any) -> None:
         assert self.p.clean is not None
@@ -336,24 +337,24 @@ def _promoted_step(
     return step
 
 
-def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int) -> Callable[..., None]:
-    """Returns a function that sends blocks of a value [rows, width] by way of `staging` [slots, BOX, columns]."""
-    together = c.staging_slots * columns
+def _storing(
+    staging: Any, warpgroup: Any, c: MosaicConfig, shape: tuple[int, int], columns: int, interpret: Any
+) -> Callable[..., None]:
+    """Returns a function that sends blocks of a value of this shape by way of `staging` [MATH, slots, BOX, columns]."""
+    (rows, width), together = shape, c.staging_slots * columns
 
-    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None], width: int = width) -> None:
+    def store(strip: Callable[[int, int], Any], send: Callable[[Any, Any, Any], None], width: int = width) -> None:
         for n in range(0, width, together):
-            size = min(together, width - n)
-            value = strip(n, size)
+            value = strip(n, min(together, width - n))
             for m in range(0, rows, BOX):
+                blocks = value
+                if not isinstance(value, list):
+                    blocks = [value[m : m + BOX, i : i + columns] for i in range(0, value.shape[1], columns)]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                blocks = [(staging.at[i // columns], i) for i in range(0, size, columns)]
-                for block, i in blocks:
-                    listed = isinstance(value, list)
-                    block[...] = value[i // columns] if listed else value[m : m + BOX, i : i + columns]
+                store_boxes(staging.at[warpgroup], blocks, interpret)
                 # Once for all of them: it waits for every store of the warpgroup.
                 plgpu.commit_smem()
-                for block, i in blocks:
-                    send(block, m, n + i)
+                each(len(blocks), lambda i, m=m, n=n: send(staging.at[warpgroup, i], m, n + i * columns))
                 plgpu.commit_smem_to_gmem_group()
 
     return store

@@ -85,6 +85,26 @@ def zero_rows(ref: Any, warpgroup: Any, begin: Any, end: Any, interpret: Any) ->
     zero(ref, warpgroup, begin, end)
 
 
+def store_boxes(ref: Any, values: Sequence[Any], interpret: Any) -> None:
+    """Write matrices [64, 128 bytes] to the first of so many in shared memory, as `product.swizzled` lays it out; in
+    registers they are laid out as accumulators.
+
+    An assignment would load what was there, too, and all threads would wait for each other before and after each.
+    """
+    if interpret is not None:
+        for i, x in enumerate(values):
+            ref[i] = x
+        return
+    boxes = plgpu.RefType((plgpu.TilingTransform((8, values[0].shape[1])), plgpu.SwizzleTransform(128)))
+
+    @plgpu.inline_mgpu(arg_types=(boxes, *[plgpu.Layout.WGMMA] * len(values)))
+    def store(_: Any, ref: Any, *values: Any) -> None:
+        for i, x in enumerate(values):
+            x.store_tiled(utils.memref_slice(ref, i), swizzle=128)
+
+    store(ref, *values)
+
+
 def _run(lines: str, constraints: str, arguments: Sequence[Any]) -> None:
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, arguments, lines, constraints + ",~{memory}", has_side_effects=True)
