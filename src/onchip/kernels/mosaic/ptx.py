@@ -95,12 +95,32 @@ def store_boxes(ref: Any, values: Sequence[Any], interpret: Any) -> None:
         for i, x in enumerate(values):
             ref[i] = x
         return
-    boxes = plgpu.RefType((plgpu.TilingTransform((8, values[0].shape[1])), plgpu.SwizzleTransform(128)))
+    columns = values[0].shape[1]
+    boxes = plgpu.RefType((plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+    lines = [
+        ".reg .b32 at, row, part; mov.u32 part, %tid.x;",
+        # Four blocks of 8 x 8 at a time: both halves of a warp's rows, and two neighbours.  A lane gives the address of
+        # 16 bytes of a row, which lie in an order of its own.
+        "and.b32 row, part, 15; shr.u32 at, part, 1; and.b32 at, at, 48; or.b32 row, row, at;",
+        "mad.lo.u32 at, row, 128, $0;",
+        "shr.u32 part, part, 4; and.b32 part, part, 1; and.b32 row, row, 7; xor.b32 part, part, row;",
+        "mad.lo.u32 at, part, 16, at;",
+    ]
+    for first in range(1, 17, 4):
+        lines += [f"xor.b32 at, at, {(first - 1 ^ first - 5) * 8};"] if first > 1 else []
+        numbers = ", ".join(f"${first + i}" for i in range(4))
+        lines.append(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [at], {{{numbers}}};")
 
     @plgpu.inline_mgpu(arg_types=(boxes, *[plgpu.Layout.WGMMA] * len(values)))
     def store(_: Any, ref: Any, *values: Any) -> None:
+        word = ir.IntegerType.get_signless(32)
         for i, x in enumerate(values):
-            x.store_tiled(utils.memref_slice(ref, i), swizzle=128)
+            box = utils.memref_slice(ref, i)
+            if columns == 64:
+                words = [utils.bitcast(x, word) for x in x.registers.flat]
+                _run("{" + "\n".join(lines) + "}", ",".join("r" * 17), [utils.memref_ptr(box), *words])
+            else:
+                x.store_tiled(box, swizzle=128)
 
     store(ref, *values)
 
