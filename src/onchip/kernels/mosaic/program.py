@@ -74,15 +74,18 @@ class _Program:
         """The stage of a step."""
         return lax.rem(number, jnp.int32(self.p.config.stages))
 
-    def find(self, x: Any, number: Any = None) -> tuple[Any, Item]:
-        """The x-th tile of this program, with its number if it is known; numbers from `items` on are no tiles."""
+    def find(self, x: Any, number: Any = None) -> tuple[Any, Item | None]:
+        """The number of the x-th tile of this program, if it isn't known, and what was looked up; numbers from `items`
+        on are no tiles.
+        """
         if number is None:
             # As many are taken as there are tiles: one after each.
             counter = self.counter
             number = self.work.number(x, self.program) if counter is None else self.programs + counter.take(self.items)
-        of, look_up = self.work.item(number), self.p.look_up
+        look_up = self.p.look_up
         if look_up is None or self.broadcast is None:
-            return number, of
+            return number, None
+        of = self.work.item(number)
         steps, found = look_up.of(self.refs, of.i, of.j)
         self.broadcast.tell(x, (number, of.i, of.j, steps, *found))
         return number, of._replace(steps=steps, found=found)
@@ -94,16 +97,17 @@ class _Program:
         number, i, j, steps, *found = self.broadcast.hear(x)
         return number, Item(i, j, jnp.int32(0), steps, self.p.look_up.found(*found))
 
-    def first(self) -> tuple[Any, Item]:
+    def first(self) -> tuple[Any, Item | None]:
         return self.find(jnp.int32(0), lax.convert_element_type(self.program, jnp.int32))
 
-    def each_tile(self, do: Callable[[Item, Any], Any], first: tuple[Any, Item], following: Callable[..., Any]) -> None:
+    def each_tile(self, do: Callable[[Item, Any], Any], first: tuple[Any, Any], following: Callable[..., Any]) -> None:
         """Call `do` with each tile of this program (the first, and those that follow) and the number of steps before
         it.
         """
 
-        def one(state: tuple[Any, Any, Any, Item]) -> tuple[Any, Any, Any, Item]:
-            x, before, _, of = state
+        def one(state: tuple[Any, Any, Any, Item | None]) -> tuple[Any, Any, Any, Item | None]:
+            x, before, number, found = state
+            of = self.work.item(number) if found is None else found
             do(of, before)
             return x + 1, before + of.steps + (0 if self.p.addends is None else MATH), *following(x + 1)
 
