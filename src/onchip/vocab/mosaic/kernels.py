@@ -68,8 +68,9 @@ def _logits_tiles(
     interpret: Any,
     first_row: int = 0,
 ) -> dict[str, Array]:
-    """A kernel over the tiles of the logits of so many entries, beginning with the one in `first` if that is among
-    `inputs`; if `first_position` is among them, only over the operands' rows that begin with that position.
+    """A kernel over the tiles of the logits of so many entries, or of as many as are in `entries` if that is among
+    `inputs`, beginning with the one in `first` if that is; if `first_position` is among them, only over the operands'
+    rows that begin with that position.
 
     The hidden state of the first position is in row `first_row`.
     """
@@ -81,7 +82,8 @@ def _logits_tiles(
         number = refs["number"][0]
         if "first_position" in refs:
             number = lax.clamp(jnp.int32(0), number - refs["first_position"][0], jnp.int32(len(operands.rows)))
-        return ceil_div(number, c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
+        tiles_n = ceil_div(refs["entries"][0], c.tile_n) if "entries" in refs else -(-entries // c.tile_n)
+        return ceil_div(number, c.tile_m), tiles_n, -(-hidden // c.tile_k)
 
     def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
@@ -279,8 +281,10 @@ def gradient_tiles(
     at_target: Array,  # [T] float32: the target's entry, less that of any other token with its probability
     *,
     vocab_major: bool,
-    first: Array,  # [1] int32: vocabulary entry, so that all chunks of a size are one compiled kernel
-    size: int,  # of the chunk, a multiple of tile_n
+    first: Array,  # [1] int32: vocabulary entry, so that all chunks are one compiled kernel
+    size: int,  # of the largest chunk, a multiple of tile_n
+    entries: Array | None = None,  # [1] int32: of this one, a multiple of tile_n too; None: all of `size`
+    into: Any = None,  # reference to write to
     even: Array | None = None,  # [T] float32: label smoothing's part, taken, times the class's weight if there is one,
     # from every entry but the target's
     labels: MosaicLabels
@@ -291,8 +295,10 @@ def gradient_tiles(
     first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,
     interpret: Any = None,
-) -> Array:
-    """Recompute the logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
+) -> Array | None:
+    """Recompute the logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]; None with
+    `into`.
+    """
     c = config
     dtype, tokens = operands.rows.dtype, len(operands.label)
     vocab = vocab_of(operands.weight, vocab_major)
@@ -341,15 +347,16 @@ def gradient_tiles(
 
         store(gradient, send_exponentials(refs["out"], p.m, p.n, vocab_major))
 
+    out = jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)
     made = _logits_tiles(
         operands,
         size,
         epilogue,
         vocab_major=vocab_major,
-        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even}
-        | {"entropy": entropy, "mean": mean}
+        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even, "entries": entries}
+        | {"entropy": entropy, "mean": mean, "out": into}
         | ({} if labels is None else {"by_labels": by_labels}),
-        outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)},
+        outputs={"out": out} if into is None else {},
         stores=True,
         labels=labels,
         name="gradient_tiles",
@@ -357,4 +364,4 @@ def gradient_tiles(
         interpret=interpret,
         first_row=first_row,
     )
-    return made["out"]
+    return made.get("out")
