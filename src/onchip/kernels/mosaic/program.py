@@ -74,6 +74,13 @@ class _Program:
         """The stage of a step."""
         return lax.rem(number, jnp.int32(self.p.config.stages))
 
+    def left(self, slot: Any) -> Any:
+        """The left operand's shared memory in a stage: of boxes a list, since each index of an index takes Mosaic
+        another millisecond.
+        """
+        boxes = self.p.config.tile_m // BOX
+        return [self.a_smem.at[slot, i] for i in range(boxes)] if self.p.boxes else self.a_smem.at[slot]
+
     def find(self, x: Any, number: Any = None) -> tuple[Any, Item | None]:
         """The number of the x-th tile of this program, if it isn't known, and what was looked up; numbers from `items`
         on are no tiles.
@@ -133,7 +140,7 @@ class _Program:
             for i, slot in enumerate(slots):
                 beside = [x.at[slot] for x in self.vectors]
                 which = ProductStep(of.i, of.j, of.first + k + i, of.found)
-                p.copies(self.refs, which, self.a_smem.at[slot], self.b_smem.at[slot], self.full.at[slot], *beside)
+                p.copies(self.refs, which, self.left(slot), self.b_smem.at[slot], self.full.at[slot], *beside)
 
         pairs = 0 if p.in_pairs is None else jnp.where(p.in_pairs(of.found), lax.div(of.steps, jnp.int32(2)), 0)
         if p.in_pairs is not None:
@@ -144,7 +151,7 @@ class _Program:
             for w in range(MATH):
                 slot = self.slot_of(before + of.steps + w)
                 plgpu.barrier_wait(self.free.at[slot])
-                p.addends.copies(self.refs, which, w, self.a_smem.at[slot], self.b_smem.at[slot], self.full.at[slot])
+                p.addends.copies(self.refs, which, w, self.left(slot), self.b_smem.at[slot], self.full.at[slot])
 
     # ------------------------------------------------------------------------------------------- those that multiply
 
@@ -258,7 +265,7 @@ class _Program:
         pl.when(self.warpgroup == 1)(lambda: pass_by(self.slot_of(first)))
         slot = self.slot_of(first + self.warpgroup)
         plgpu.barrier_wait(self.full.at[slot])
-        total = addends.add(self.refs, value, self.a_smem.at[slot], self.b_smem.at[slot])
+        total = addends.add(self.refs, value, self.left(slot), self.b_smem.at[slot])
         plgpu.commit_smem()  # copies would overtake loads that a barrier alone doesn't wait for
         plgpu.barrier_arrive(self.free.at[slot])
         pl.when(self.warpgroup == 0)(lambda: pass_by(self.slot_of(first + 1)))

@@ -98,7 +98,7 @@ def weight_product(
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
                 for box in range(tile_v // BOX):
-                    load_block(source, v + box * BOX, BOX, t, BOX, a.at[box], barrier)
+                    load_block(source, v + box * BOX, BOX, t, BOX, a[box], barrier)
             else:
                 load_block(source, t, c.tile_k, v, tile_v, b, barrier)
 
@@ -166,11 +166,11 @@ def weight_product(
         rows_at_once = BOX * width // c.tile_m
         for i in range(c.tile_m // BOX):
             block, r = divmod(i * rows_at_once, BOX)
-            into = a.at[block, pl.ds(r, rows_at_once)]
+            into = a[block].at[pl.ds(r, rows_at_once)]
             load_block(refs["digits"], row + r, rows_at_once, of_digits(column) + block * BOX, BOX, into, barrier)
 
     def add_sum(refs: Refs, product: Any, a: Any, b: Any) -> list[Any]:
-        block = lambda i: a.at[i if vocab_major else (slice(None), pl.ds(i * BOX, BOX))]  # noqa: E731
+        block = lambda i: a[i] if vocab_major else a.at[:, pl.ds(i * BOX, BOX)]  # noqa: E731
         return added(product, b, block, refs["begins"][0] != 0, registers)
 
     addends, width = None, word_columns(rows.dtype)
@@ -268,7 +268,7 @@ def hidden_product(
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
                 for box in range(c.tile_m // BOX):
-                    load_block(source, v, BOX, t + box * BOX, BOX, a.at[box], barrier)
+                    load_block(source, v, BOX, t + box * BOX, BOX, a[box], barrier)
             else:
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 

@@ -151,37 +151,35 @@ def _change_kept(
             def entries(number: Any, _: None) -> None:
                 v = (program + number * programs) * BOX
 
-                def place(v: Any, t: Any, b: Any) -> tuple[Any, Any]:
-                    return (v, t + b * BOX) if vocab_major else (t + b * BOX, v)
+                def place(v: Any, t: Any) -> tuple[Any, Any]:
+                    return (v, t) if vocab_major else (t, v)
 
-                def load(source: Any, v: Any, t: Any) -> None:
-                    def box(b: Any) -> None:
-                        row, column = place(v, t, b)
-                        load_block(source, row, BOX, column, BOX, shared.at[b], full)
+                def load(b: Any, source: Any, v: Any, t: Any) -> None:
+                    row, column = place(v, t)
+                    load_block(source, row, BOX, column, BOX, shared.at[b], full)
 
-                    each(boxes, box)
+                def send(b: Any, target: Any, v: Any, t: Any) -> None:
+                    row, column = place(v, t)
+                    into = target.at[pl.ds(row, BOX), pl.ds(column, BOX)]
+                    plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
-                def send(target: Any, v: Any, t: Any) -> None:
-                    def box(b: Any) -> None:
-                        row, column = place(v, t, b)
-                        into = target.at[pl.ds(row, BOX), pl.ds(column, BOX)]
-                        plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
-
-                    each(boxes, box)
-
-                def in_room(f: Callable[..., None], i: int, begin: int) -> None:
-                    room, at = rooms[i], t - begin if begin else t
-                    in_spare = lambda: f(refs[f"spare {i}"], v - room.split, at)  # noqa: E731
+                def in_room(f: Callable[..., None], b: Any, i: int, begin: int) -> None:
+                    room, at = rooms[i], t + (b * BOX - begin)
+                    in_spare = lambda: f(b, refs[f"spare {i}"], v - room.split, at)  # noqa: E731
                     if room.in_weight_grad is None:
                         in_spare()
                     else:
-                        in_memory = lambda: f(refs[f"in_weight_grad {i}"], v + room.shift, at)  # noqa: E731
+                        in_memory = lambda: f(b, refs[f"in_weight_grad {i}"], v + room.shift, at)  # noqa: E731
                         lax.cond(v < room.split, in_memory, in_spare)
 
                 def where_kept(f: Callable[..., None]) -> None:
                     begins = [0, *ends]
-                    calls = [partial(in_room, f, i, begins[i]) for i in range(len(rooms))]
-                    by_range(t, tokens, list(zip(ends, calls, strict=True)))
+
+                    def box(b: Any) -> None:
+                        calls = [partial(in_room, f, b, i, begins[i]) for i in range(len(rooms))]
+                        by_range(t, tokens, list(zip(ends, calls, strict=True)))
+
+                    each(boxes, box)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
