@@ -354,6 +354,9 @@ def _storing(
     """Returns a function that sends blocks of a value of this shape by way of `staging` [MATH, slots, BOX, columns]."""
     (rows, width), together = shape, c.staging_slots * columns
 
+    def send_block(send: Callable[[Any, Any, Any], None], m: int, n: int, i: Any) -> None:
+        send(staging.at[warpgroup, i], m, n + i * columns)
+
     def store(strip: Callable[[int, int], Any], send: Callable[[Any, Any, Any], None], width: int = width) -> None:
         for n in range(0, width, together):
             value = strip(n, min(together, width - n))
@@ -365,7 +368,7 @@ def _storing(
                 store_boxes(staging.at[warpgroup], blocks, interpret)
                 # Once for all of them: it waits for every store of the warpgroup.
                 plgpu.commit_smem()
-                each(len(blocks), lambda i, m=m, n=n: send(staging.at[warpgroup, i], m, n + i * columns))
+                each(len(blocks), partial(send_block, send, m, n))
                 plgpu.commit_smem_to_gmem_group()
 
     return store

@@ -423,12 +423,12 @@ def _walk(
                 write_gradient, of_targets, state["again"], rest, above.lse[tail], above.factor[tail], at_target,
                 even=even, of_entropy=above.of_entropy(tail), **chunk,
             )  # fmt: skip
-            recomputed = state["again"][...]
+            recomputed: Array = state["again"][...]
         else:
             recomputed = by_logits(rest, begin, size)
         if needs.hidden:
-            sums = [state[name] for name in names]
-            in_place(add_again, of_hidden, sums, weight, rest.number, recomputed=recomputed, **chunk)
+            into = [state[name] for name in names]
+            in_place(add_again, of_hidden, into, weight, rest.number, recomputed=recomputed, **chunk)
         if needs.bias:
             sums = _column_sums(recomputed[:size] if major else recomputed[:, :size], at.there[tail], major)
             state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], sums, begin)
