@@ -111,7 +111,7 @@ def _matrix(operation: str, first: int, box: str, stride: int) -> str:
 
 
 def _pairs() -> str:
-    """Store the 16 words of 64 bits from operand 1 on."""
+    """Store the 8 words of 64 bits from operand 1 on."""
     lines = [_PAIRS, _ROW.format(box="$0", stride=1024)]
     lines.append("and.b32 x, x, 1; mad.lo.u32 at, x, 8, at; @odd xor.b32 at, at, 64;")
     for block, step in zip((0, 2, 1, 3), (0, 64, 96, 64), strict=True):
