@@ -33,7 +33,6 @@ from onchip.vocab.xla.walk import expected_of
 
 Array = jax.Array
 BOX = 64  # rows and columns of the blocks that gradients of logits are kept in
-_UNROLLED = 128  # ids of a token whose logits are computed without a loop
 ByLogits = Callable[[Operands, Array, int], Array]
 """The gradient of a chunk's logits, from the operands, the chunk's first entry [1] and its size."""
 
@@ -71,15 +70,15 @@ def _logits(at: Positions, rows: Array, part: slice) -> Array:
     """[part, K]: the logits of the call's ids, one id after the other: all their rows of the weight at once would be
     [part, K, H].
 
-    Up to _UNROLLED ids not by a loop of XLA's: on an H200 with jaxlib 0.11.2, in one of six processes that shared the
-    GPU, 41 of 2,364 calls had a wrong logit in half of the tokens, as if the loop went on before its kernel had ended.
+    Not by a loop of XLA's, though each id takes some 30 ms to compile: on an H200 with jaxlib 0.11.2, in one of six
+    processes that shared the GPU, 41 of 2,364 calls had a wrong logit in half of the tokens, as if the loop went on
+    before its kernel had ended.
     """
 
     def of_one(_: None, ids: Array) -> tuple[None, Array]:
         return None, at.target_logit(rows, part, jnp.maximum(ids, -1))
 
-    ids = at.call.ids[part].T
-    made: Array = lax.scan(of_one, None, ids, unroll=min(len(ids), _UNROLLED))[1]
+    made: Array = lax.scan(of_one, None, at.call.ids[part].T, unroll=True)[1]
     return made.T
 
 
