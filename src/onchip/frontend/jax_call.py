@@ -53,7 +53,7 @@ def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[...,
     parameters'.  Cotangents that are zero come as None; where all are, backward isn't called.
 
     Both functions run under jit, compiled anew for another `static` or `needs`, so that a call outside of a jit doesn't
-    run operation by operation.  To differentiate either would be a second derivative
+    run operation by operation; `jitted` of the result has both.  To differentiate either would be a second derivative
     of the op: that raises NotImplementedError.  Forward mode raises JAX's own TypeError.
     """
 
@@ -85,6 +85,7 @@ def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[...,
         return run_backward(static, saved.needs, saved.like, saved.residuals, upstream), None
 
     call.defvjp(call_forward, call_backward, symbolic_zeros=True)
+    call.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
     call.whole = jax.jit(call, static_argnums=0)  # type: ignore[attr-defined]
     return call
 
