@@ -21,6 +21,8 @@ from onchip.ops.linear_log_probs import cases as llp_cases
 from onchip.ops.linear_log_probs import checks as llp_checks
 from onchip.oracle.torch import as_array, computed
 from onchip.torch import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
+from onchip.vocab.rows import launches as row_launches
+from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.triton import setup as triton_setup
@@ -240,6 +242,12 @@ def plan_in_forward(tokens=128, first=0):
     return _planned(
         return_value=triton_memory.TritonPlan(tokens, weight_chunk=rows, in_forward=True, first_chunk=first)
     )
+
+
+def small_tiles():
+    """Tiles of 256 elements, one warp: rows of a few hundred have several."""
+    tiles = RowTiles(tile=256, warps=1, programs=1, stages=1)
+    return mock.patch.object(row_launches, "heuristic_tiles", return_value=tiles)
 
 
 @contextmanager
