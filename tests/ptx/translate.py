@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptx import machine
+from ptx import operations
 from ptx.machine import LANES, PARAM_BASE, PARAM_STEP, SHARED_BASE
+from ptx.parse import Statement, parse
 
 BITS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 TYPES = {
     "b8": "u1", "u8": "u1", "s8": "i1", "b16": "u2", "u16": "u2", "s16": "i2", "f16": "f2", "b32": "u4", "u32": "u4",
     "s32": "i4", "f32": "f4", "b64": "u8", "u64": "u8", "s64": "i8", "f64": "f8", "pred": "?",
 }  # fmt: skip
-LANE, ON = np.arange(LANES, dtype=np.uint32), np.ones(LANES, bool)
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">",
            "hs": ">=", "neu": "!="}  # fmt: skip
 
@@ -59,94 +59,6 @@ class Program(NamedTuple):
     threads: int
     params: dict[str, int]
     """Numbers of the parameters."""
-
-
-class Statement(NamedTuple):
-    guard: str | None
-    negated: bool
-    name: str
-    operands: list[Any]  # strings, or lists of them
-    text: str
-
-
-def parse(text):
-    """(declared registers, parameters, threads, statements); a label is a string, a table of labels (name, labels)."""
-    text = re.sub(r"//[^\n]*", "", text)
-    text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*", "", text, flags=re.M)
-    signature, _, body = text.partition(".entry")[2].partition(")")
-    params = {name: i for i, name in enumerate(re.findall(r"(\w+_param_\d+)", signature))}
-    threads = int(re.search(r"\.reqntid\s+(\d+)", body).group(1))
-    body = body[body.index("{") + 1 :]
-    declared, statements, scopes, count, at = {}, [], [{}], 0, 0
-    while True:
-        at = re.compile(r"\s*").match(body, at).end()
-        if body[at] == "{":
-            inner, depth, names = at + 1, 1, set()
-            while depth:
-                depth += {"{": 1, "}": -1}.get(body[inner], 0)
-                inner += 1
-            names |= set(re.findall(r"(?:^|[;{])\s*(\w+):", body[at:inner]))
-            count += 1
-            scopes.append({name: f"{name}#{count}" for name in names})
-            at += 1
-            continue
-        if body[at] == "}":
-            scopes.pop()
-            at += 1
-            if not scopes:
-                break
-            continue
-        label = re.compile(r"([$\w]+):").match(body, at)
-        if label:
-            at = label.end()
-            table = re.compile(r"\s*\.branchtargets([^;]*);").match(body, at)
-            if table:
-                at = table.end()
-                statements.append((label.group(1), [x.strip() for x in table.group(1).split(",")]))
-            else:
-                statements.append(scopes[-1].get(label.group(1), label.group(1)))
-            continue
-        end = body.index(";", at)
-        line = " ".join(body[at:end].split())
-        at = end + 1
-        if line.startswith(".reg"):
-            _, kind, names = line.split(None, 2)
-            for name in names.split(","):
-                name, _, several = name.strip().partition("<")
-                if several:
-                    for i in range(int(several.rstrip(">"))):
-                        declared[f"{name}{i}"] = kind[1:]
-                else:
-                    scopes[-1][name] = f"{name}#{count}"
-                    declared[f"{name}#{count}"] = kind[1:]
-            continue
-        if line.startswith("."):
-            continue
-        statements.append(_statement(line, scopes))
-    return declared, params, threads, statements
-
-
-def _statement(line, scopes):
-    guard = re.match(r"@(!?)([\w%]+)\s+(.*)", line)
-    rest = guard.group(3) if guard else line
-    name, _, operands = rest.partition(" ")
-    renamed = {k: v for scope in scopes for k, v in scope.items()}
-
-    def rename(word):
-        return re.sub(r"(?<![\w%$.])[A-Za-z_]\w*", lambda m: renamed.get(m.group(0), m.group(0)), word)
-
-    parts, depth, word = [], 0, ""
-    for c in operands:
-        if c == "," and depth == 0:
-            parts.append(word.strip())
-            word = ""
-            continue
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(c, 0)
-        word += c
-    if word.strip():
-        parts.append(word.strip())
-    made = [[rename(x.strip()) for x in p[1:-1].split(",")] if p.startswith("{") else rename(p) for p in parts]
-    return Statement(rename(guard.group(2)) if guard else None, bool(guard and guard.group(1)), name, made, line)
 
 
 def translate(text):
@@ -193,7 +105,7 @@ class _Translator:
                 self.lanes = "_on"
                 source += self.function(f"b{i}_of(w, block, _on)", piece, i)
                 self.lanes = "ON"
-        scope = {**globals(), "machine": machine, **self.constants}
+        scope = {**vars(operations), **self.constants}
         exec(compile("\n".join(source), "<ptx>", "exec"), scope)
         return Program(
             [scope[f"b{i}"] for i in range(len(pieces))], lines, len(self.numbers), self.threads, self.params
@@ -624,90 +536,3 @@ def _may_wait(name):
 def _leaves(piece):
     """Whether all lanes go elsewhere at its end."""
     return bool(piece) and piece[-1].name.split(".")[0] in LEAVES and piece[-1].guard is None
-
-
-# ------------------------------------------------------------------------------------- what instructions are made of
-
-
-def _param(x, dtype):
-    dtype = np.dtype(dtype)
-    bits = int(np.float32(x).view(np.uint32)) if isinstance(x, float) else int(x) & (2 ** (8 * dtype.itemsize) - 1)
-    return np.full(LANES, bits, f"u{dtype.itemsize}").view(dtype)
-
-
-def _div(a, b):
-    if a.dtype.kind == "f":
-        return a / b
-    b = np.where(b == 0, a.dtype.type(1), b)
-    return (np.sign(a) * np.sign(b) * (np.abs(a.astype("i8")) // np.abs(b.astype("i8")))).astype(a.dtype)
-
-
-def _rem(a, b):
-    return a - _div(a, b) * b
-
-
-def _shift(a, by, left):
-    width = 8 * a.dtype.itemsize
-    clamped = np.minimum(by, width - 1).astype(a.dtype)
-    made = a << clamped if left else a >> clamped
-    return np.where((by >= width) & (left or a.dtype.kind == "u"), a.dtype.type(0), made)
-
-
-def _round(x):
-    """float32 to the 16 bits of a bfloat16, to the nearest and even."""
-    bits = x.view(np.uint32).astype(np.uint64)
-    made = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), 0x7FFF, made).astype(np.uint32)
-
-
-def _pack(high, low, kind):
-    if kind == "bf16x2":
-        return (_round(high) << 16) | _round(low)
-    high, low = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (high, low))
-    return (high << 16) | low
-
-
-def _eight_bits(x):
-    """float32 to E4M3; what is beyond its range is its largest number."""
-    return np.clip(x, -448, 448).astype(machine.float8_e4m3fn).view(np.uint8).astype(np.uint16)
-
-
-def _largest(a, b):
-    """Of two pairs of bfloat16 the larger magnitudes; a sign is that of the product."""
-    a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
-    largest, sign = np.maximum(a & 0x7FFF, b & 0x7FFF), (a ^ b) & 0x8000
-    return np.where(largest > 0x7F80, 0x7FFF, largest | sign).astype(np.uint16).view(np.uint32)
-
-
-def _permute(a, b, selector):
-    together = np.stack([a, b], 1).view(np.uint8)
-    which = [(selector >> (4 * i)) & 15 for i in range(4)]
-    made = np.take(together, [x & 7 for x in which], 1)
-    for i, x in enumerate(which):
-        if x & 8:  # its sign
-            made[:, i] = (made[:, i] >> 7) * 255
-    return made.view(np.uint32)[:, 0]
-
-
-def _stmatrix(w, block, addresses, values, transposed):
-    for i, value in enumerate(values):
-        halves = value.copy().view(np.uint16).reshape(8, 8)  # row lane / 4, columns 2 (lane % 4) and one more
-        matrix = halves.T if transposed else halves
-        rows = addresses[8 * i : 8 * i + 8]
-        for c in range(0, 8, 2):
-            pair = np.zeros(LANES, np.uint32)
-            pair[:8] = matrix[:, c].astype(np.uint32) | (matrix[:, c + 1].astype(np.uint32) << 16)
-            at = np.zeros(LANES, np.uint64)
-            at[:8] = rows + np.uint64(2 * c)
-            block.store_shared(w, at, np.arange(LANES) < 8, pair)
-
-
-def _ldmatrix(w, block, addresses, count, transposed):
-    made = []
-    for i in range(count):
-        rows = addresses[8 * i : 8 * i + 8].astype(np.int64)
-        at = rows[:, None] + 2 * np.arange(8)[None, :]
-        matrix = block.read_shared(w, at.ravel(), np.uint16).reshape(8, 8)
-        matrix = np.ascontiguousarray(matrix.T if transposed else matrix)
-        made.append(matrix.reshape(-1).view(np.uint32).copy())
-    return made

@@ -1,0 +1,92 @@
+"""What translated PTX calls: the parts of instructions that NumPy has no function of."""
+
+import numpy as np
+
+from ptx import machine
+from ptx.machine import LANES
+
+LANE, ON = np.arange(LANES, dtype=np.uint32), np.ones(LANES, bool)
+
+
+def _param(x, dtype):
+    dtype = np.dtype(dtype)
+    bits = int(np.float32(x).view(np.uint32)) if isinstance(x, float) else int(x) & (2 ** (8 * dtype.itemsize) - 1)
+    return np.full(LANES, bits, f"u{dtype.itemsize}").view(dtype)
+
+
+def _div(a, b):
+    if a.dtype.kind == "f":
+        return a / b
+    b = np.where(b == 0, a.dtype.type(1), b)
+    return (np.sign(a) * np.sign(b) * (np.abs(a.astype("i8")) // np.abs(b.astype("i8")))).astype(a.dtype)
+
+
+def _rem(a, b):
+    return a - _div(a, b) * b
+
+
+def _shift(a, by, left):
+    width = 8 * a.dtype.itemsize
+    clamped = np.minimum(by, width - 1).astype(a.dtype)
+    made = a << clamped if left else a >> clamped
+    return np.where((by >= width) & (left or a.dtype.kind == "u"), a.dtype.type(0), made)
+
+
+def _round(x):
+    """float32 to the 16 bits of a bfloat16, to the nearest and even."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    made = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FFF, made).astype(np.uint32)
+
+
+def _pack(high, low, kind):
+    if kind == "bf16x2":
+        return (_round(high) << 16) | _round(low)
+    high, low = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (high, low))
+    return (high << 16) | low
+
+
+def _eight_bits(x):
+    """float32 to E4M3; what is beyond its range is its largest number."""
+    return np.clip(x, -448, 448).astype(machine.float8_e4m3fn).view(np.uint8).astype(np.uint16)
+
+
+def _largest(a, b):
+    """Of two pairs of bfloat16 the larger magnitudes; a sign is that of the product."""
+    a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
+    largest, sign = np.maximum(a & 0x7FFF, b & 0x7FFF), (a ^ b) & 0x8000
+    return np.where(largest > 0x7F80, 0x7FFF, largest | sign).astype(np.uint16).view(np.uint32)
+
+
+def _permute(a, b, selector):
+    together = np.stack([a, b], 1).view(np.uint8)
+    which = [(selector >> (4 * i)) & 15 for i in range(4)]
+    made = np.take(together, [x & 7 for x in which], 1)
+    for i, x in enumerate(which):
+        if x & 8:  # its sign
+            made[:, i] = (made[:, i] >> 7) * 255
+    return made.view(np.uint32)[:, 0]
+
+
+def _stmatrix(w, block, addresses, values, transposed):
+    for i, value in enumerate(values):
+        halves = value.copy().view(np.uint16).reshape(8, 8)  # row lane / 4, columns 2 (lane % 4) and one more
+        matrix = halves.T if transposed else halves
+        rows = addresses[8 * i : 8 * i + 8]
+        for c in range(0, 8, 2):
+            pair = np.zeros(LANES, np.uint32)
+            pair[:8] = matrix[:, c].astype(np.uint32) | (matrix[:, c + 1].astype(np.uint32) << 16)
+            at = np.zeros(LANES, np.uint64)
+            at[:8] = rows + np.uint64(2 * c)
+            block.store_shared(w, at, np.arange(LANES) < 8, pair)
+
+
+def _ldmatrix(w, block, addresses, count, transposed):
+    made = []
+    for i in range(count):
+        rows = addresses[8 * i : 8 * i + 8].astype(np.int64)
+        at = rows[:, None] + 2 * np.arange(8)[None, :]
+        matrix = block.read_shared(w, at.ravel(), np.uint16).reshape(8, 8)
+        matrix = np.ascontiguousarray(matrix.T if transposed else matrix)
+        made.append(matrix.reshape(-1).view(np.uint32).copy())
+    return made
