@@ -317,7 +317,8 @@ def test_megatron_refuses(changes, error, message):
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_table_has_each_stack_that_the_script_tries():
+def test_the_table_has_each_stack_that_the_script_tries(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
     script = runpy.run_path(str(ROOT / "tools" / "try_stacks.py"), run_name="try_stacks")
     page = (ROOT / "docs" / "guides" / "stacks.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+) \| (\S[^|]*) \|.*\| \d{4}-\d\d-\d\d \|$", page, flags=re.MULTILINE))
