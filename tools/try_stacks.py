@@ -191,7 +191,17 @@ STACKS = {
         levanter,
         ("marin-levanter==0.2.20.dev202606180959", "braceexpand==0.1.7", "jaxtyping==0.3.11"),
     ),
-    "MaxText": Stack("maxtext", maxtext, ("maxtext==0.2.5", "antlr4-python3-runtime==4.13.2", "omegaconf==2.4.0")),
+    "MaxText": Stack(
+        "maxtext",
+        maxtext,
+        (
+            "maxtext==0.2.5",
+            "antlr4-python3-runtime==4.13.2",
+            "omegaconf==2.4.0",
+            "jaxtyping==0.3.11",
+            "wadler_lindig",
+        ),
+    ),
 }
 """In the page's order."""
 
