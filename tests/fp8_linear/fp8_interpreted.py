@@ -11,16 +11,8 @@ from functools import partial
 from unittest import mock
 
 import torch
-from fp8_common import (
-    assert_right,
-    assert_same,
-    assert_same_bits,
-    awkward,
-    operands,
-    oracle,
-    quantize,
-    small_problem,
-)
+from fp8_common import assert_right, assert_same, assert_same_bits, operands, oracle, quantize, small_problem
+from fp8_drawn import awkward
 
 from interpreter import main
 from onchip.fp8 import torch_products, torch_quantize

@@ -3,17 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from fp8_common import (
-    FORMATS,
-    SCALES,
-    assert_right,
-    assert_same,
-    assert_same_bits,
-    assert_the_oracles,
-    awkward,
-    quantize,
-    small_problem,
-)
+from fp8_common import assert_right, assert_same, assert_same_bits, assert_the_oracles, quantize, small_problem
+from fp8_drawn import FORMATS, SCALES, awkward
 
 from onchip.fp8 import numbers, torch_products, torch_quantize
 from onchip.fp8.numbers import ROW, SQUARE

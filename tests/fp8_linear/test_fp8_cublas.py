@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_common import BY_BLOCK, assert_same, operands
+from fp8_common import assert_same, operands
+from fp8_drawn import BY_BLOCK
 
 from onchip.fp8 import cublas, torch_products
 from onchip.fp8.numbers import blocks, up

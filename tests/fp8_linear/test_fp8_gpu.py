@@ -7,18 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_common import (
-    BY_BLOCK,
-    FORMATS,
-    SCALES,
-    assert_equal,
-    assert_right,
-    assert_same,
-    assert_same_bits,
-    awkward,
-    operands,
-    quantize,
-)
+from fp8_common import assert_equal, assert_right, assert_same, assert_same_bits, operands, quantize
+from fp8_drawn import BY_BLOCK, FORMATS, SCALES, awkward
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.fp8 import numbers, torch_products

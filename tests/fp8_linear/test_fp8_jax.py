@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_common import BY_BLOCK, GROUPS, awkward
+from fp8_drawn import BY_BLOCK, GROUPS, awkward
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.fp8 import mosaic_kernels, numbers

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_common import BY_BLOCK, FORMATS, GROUPS, SCALES, assert_right
+from fp8_common import assert_right
+from fp8_drawn import BY_BLOCK, FORMATS, GROUPS, SCALES
 from test_fp8_jax import CONFIGS, assert_the_oracles_bits
 
 from onchip.fp8.jax_quantize import operand

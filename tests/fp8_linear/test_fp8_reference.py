@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fp8_common import FORMATS, GROUPS, SCALES
+from fp8_drawn import FORMATS, GROUPS, SCALES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
