@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
+from onchip.core.sizes import FEW_ELEMENTS
+
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 WeightLayout = Literal["nk", "kn"]
 LAYOUTS = get_args(WeightLayout)
@@ -74,13 +76,13 @@ def cost(
     steps = s.ranks - 1
     weight_sum = {"the weight's gradient in float32": total * s.n * s.k} if weight_bytes < total else {}
     if op == SCATTER:
-        backward = blocks(s, s.n, bytes_each) | weight_sum
+        backward = blocks(s, s.n, bytes_each) | weight_sum | wide(s.rows * s.k, bytes_each)
         sent = steps * s.rows * s.n * (total + (bytes_each if gradients else 0))
         return Cost({}, sums(s, s.n, total), backward if gradients else {}, sent)
     of_x = s.rows * s.k
     keeps = gradients and keep_gathered and s.ranks > 1
     kept = {"the gathered x": s.ranks * bytes_each * of_x} if keeps else {}
-    forward = {} if keeps else blocks(s, s.k, bytes_each)
+    forward = ({} if keeps else blocks(s, s.k, bytes_each)) | wide(s.rows * s.n, bytes_each)
     gather = weight_sum if keeps else blocks(s, s.k, bytes_each) | weight_sum
     backward = max(sums(s, s.k, total), gather, key=lambda parts: sum(parts.values()))
     gathers = 1 if keeps else 2
@@ -119,10 +121,20 @@ def cost_at_once(
 
     forward = (reduce(0) if op == SCATTER else gather()) if steps else {}
     backward = (gather() if op == SCATTER else reduce(gathered)) if steps and gradients else {}
+    of_rows = {} if mapped else wide(s.ranks * s.rows * (s.k if op == SCATTER else s.n), bytes_each)
+    if op == GATHER:
+        forward |= of_rows
+    if gradients:
+        backward |= (of_rows if op == SCATTER else {}) or wide(s.n * s.k, bytes_each)
     sent = steps * block * (total if op == SCATTER else bytes_each)
     if gradients:
         sent += steps * block * (bytes_each if op == SCATTER else bytes_each + total)
     return Cost({}, forward, backward, sent)
+
+
+def wide(elements: int, bytes_each: int) -> dict[str, int]:
+    """A result of 16 bits that is made in float32 first, since it is small."""
+    return {"a small result in float32": 4 * elements} if bytes_each == 2 and elements < FEW_ELEMENTS else {}
 
 
 def blocks(s: CollectiveSizes, columns: int, bytes_each: int) -> dict[str, int]:

@@ -4,6 +4,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The losses take float64 too, by the framework's own operations.
 LOSS_DTYPE_BYTES = DTYPE_BYTES | {"float64": 8}
 MIB = 1 << 20
+# With fewer elements in a result, cuBLAS may add up parts of a sum apart, each rounded to 16 bits; more of them fill
+# the GPU as they are.  So results of 16 bits with fewer are made in float32 first.
+FEW_ELEMENTS = 1 << 22
 UNITS = {"KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30}
 
 

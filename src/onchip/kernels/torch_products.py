@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.sizes import FEW_ELEMENTS
 from onchip.frontend.torch_inputs import accumulator
 
 
@@ -17,13 +18,8 @@ def widen(x: Tensor) -> Tensor:
     return x.to(operand_dtype(x))
 
 
-# With fewer elements in a result, cuBLAS may add up parts of a sum apart, each rounded to 16 bits; more of them fill
-# the GPU as they are.
-_IN_PARTS = 1 << 22
-
-
 def _rounds_parts(out: Tensor) -> bool:
-    return out.dtype.itemsize == 2 and out.numel() < _IN_PARTS
+    return out.dtype.itemsize == 2 and out.numel() < FEW_ELEMENTS
 
 
 def _summed(a: Tensor, b: Tensor) -> Tensor:
