@@ -19,6 +19,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def _rounds_parts(out: Tensor) -> bool:
+    """Whether cuBLAS might round parts of this result's sums (results/2026-11-29-h200-products-in-parts.json)."""
     return out.dtype.itemsize == 2 and out.numel() < FEW_ELEMENTS
 
 
