@@ -40,7 +40,7 @@ def rows_of(weight, vocab_major, vocab):
     return jnp.pad(w, ((0, vocab - len(w)), (0, 0)))
 
 
-def entries(matrix, first, size, vocab_major, tokens):
+def kept_in(matrix, first, size, vocab_major, tokens):
     """[tokens, size] of what a matrix keeps from entry `first` on; zeros outside."""
     axis = 0 if vocab_major else 1
     matrix = lax.slice_in_dim(matrix, 0, tokens, axis=1 - axis)
@@ -148,8 +148,8 @@ def offset_sum(below, inside, class_weight):
 
 
 def gradient_tiles(
-    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, entropy=None,
-    mean=None, first_row=0, config=None,
+    operands, lse, scale, at_target, *, vocab_major, first, size, entries=None, into=None, even=None, labels=None,
+    by_labels=None, entropy=None, mean=None, first_row=0, config=None,
 ):  # fmt: skip
     operands = operands._replace(rows=operands.rows[first_row:])
     rows, weight, label, factor, count, _, inner_scale, class_weight = operands
@@ -169,7 +169,13 @@ def gradient_tiles(
         g *= 1 - x * x
     g = jnp.where(jnp.arange(padded)[None] < vocab, g, 0)
     g = lax.dynamic_slice_in_dim(jnp.pad(g, ((0, 0), (0, size))), first[0], size, 1)
-    return turned(jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan), vocab_major)
+    made = jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan)
+    if entries is not None:
+        made = jnp.where(jnp.arange(size)[None] < entries[0], made, jnp.nan)
+    if into is None:
+        return turned(made, vocab_major)
+    into[...] = turned(made, vocab_major)
+    return None
 
 
 def tokens_of(matrix, vocab_major):
@@ -179,13 +185,14 @@ def tokens_of(matrix, vocab_major):
 def kept_entries(kept, vocab, vocab_major, tokens):
     """[tokens, entries]: all that is kept of some tokens."""
     padded, first = -(-vocab // WIDE) * WIDE, kept.in_weight_grad[...]
-    parts = [entries(first, kept.shift, kept.split, vocab_major, tokens)] if kept.split else []
-    return jnp.concatenate([*parts, entries(kept.spare, 0, padded - kept.split, vocab_major, tokens)], 1)
+    parts = [kept_in(first, kept.shift, kept.split, vocab_major, tokens)] if kept.split else []
+    return jnp.concatenate([*parts, kept_in(kept.spare, 0, padded - kept.split, vocab_major, tokens)], 1)
 
 
 def hidden_product(
     weight, count, *, vocab_major, tokens, first_token=None, kept=None, kept_tokens=0, in_digits=None, in_scratch=None,
-    recomputed=None, first=None, scale=None, add_to=None, second=None, halves=False, slices=1, config=None,
+    recomputed=None, first=None, entries=None, scale=None, add_to=None, second=None, halves=False, slices=1,
+    config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -196,7 +203,7 @@ def hidden_product(
         if in_digits is not None:
             parts.append(kept_entries(in_digits, vocab, vocab_major, tokens_of(in_digits.spare, vocab_major)))
         if in_scratch is not None:
-            parts.append(entries(in_scratch, 0, padded, vocab_major, tokens_of(in_scratch, vocab_major)))
+            parts.append(kept_in(in_scratch, 0, padded, vocab_major, tokens_of(in_scratch, vocab_major)))
         e = jnp.concatenate(parts)
         if first_token is not None:
             begin, count = first_token[0], jnp.clip(count - first_token, 0, tokens)
@@ -208,7 +215,8 @@ def hidden_product(
     first = 0 if first is None else first[0]
     size, done = e.shape[1], tokens_done(tokens, count)
     w = lax.dynamic_slice_in_dim(rows_of(weight, vocab_major, padded + size), first, size, 0)
-    e = jnp.where(done[:, None], e.astype(jnp.float32), 0)
+    there = size if entries is None else entries[0]
+    e = jnp.where(done[:, None] & (jnp.arange(size)[None] < there), e.astype(jnp.float32), 0)
 
     def product(part, where_not_done):
         made = e[:, part] @ w[part] * (1 if scale is None else scale[:, None])
@@ -239,8 +247,8 @@ def weight_product(
     whole = -(-vocab // WIDE) * WIDE  # of which the chunk is the first part
 
     def of_kept(memory, kept, tokens):
-        in_memory = entries(memory[...], first + kept.shift, whole, vocab_major, tokens)
-        in_spare = entries(kept.spare, first - kept.split, whole, vocab_major, tokens)
+        in_memory = kept_in(memory[...], first + kept.shift, whole, vocab_major, tokens)
+        in_spare = kept_in(kept.spare, first - kept.split, whole, vocab_major, tokens)
         return jnp.where(first < kept.split, in_memory, in_spare)
 
     parts = []
@@ -249,7 +257,7 @@ def weight_product(
     if in_digits is not None:
         parts.append(of_kept(total.digits, in_digits, tokens_of(in_digits.spare, vocab_major)))
     if in_scratch is not None:
-        parts.append(entries(in_scratch, first, whole, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
+        parts.append(kept_in(in_scratch, first, whole, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
     if recomputed is not None:
         recomputed = turned(recomputed, vocab_major)
         parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, whole))), before, whole, 1))
@@ -332,7 +340,7 @@ def gradient_with_entropy(rooms, factor, entropy, middle, count, *, vocab_major,
 
 def change_kept(rooms, all_tokens, padded, new, vocab_major):
     def change(ref, first, tokens, of):
-        value = entries(ref[...], first, of.stop - of.start, vocab_major, tokens.stop - tokens.start)
+        value = kept_in(ref[...], first, of.stop - of.start, vocab_major, tokens.stop - tokens.start)
         value = turned(new(value.astype(jnp.float32), tokens, of).astype(ref.dtype), vocab_major)
         at, to = slice(first, first + of.stop - of.start), slice(0, tokens.stop - tokens.start)
         ref[(at, to) if vocab_major else (to, at)] = value

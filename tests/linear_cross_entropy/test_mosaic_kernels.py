@@ -354,15 +354,20 @@ def test_gradient_again(vocab_major):
 
     @jax.jit
     def run():
-        again = kernels.gradient_tiles(
+        # In memory for a larger chunk.
+        into = reference_to(s.matrix(np.empty((0, 0)), (size + 256, TOKENS), 0))
+        kernels.gradient_tiles(
             s.operands._replace(
                 rows=jnp.pad(s.rows, ((kept, 0), (0, 0)), constant_values=jnp.nan), bias=s.bias,
                 inner_scale=jnp.full(1, inner), class_weight=s.class_weight,
             ),
-            padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), first_row=kept,
-            entropy=padded(entropy), mean=padded(mean), **common,
+            padded(lse, np.inf), s.scale, padded(at_target), size=size + 256, entries=at(size), into=into,
+            even=padded(even), first_row=kept, entropy=padded(entropy), mean=padded(mean), **common,
         )  # fmt: skip
-        hidden = products.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
+        again = jax.freeze(into)
+        hidden = products.hidden_product(
+            s.weight, s.count, tokens=TOKENS, recomputed=again, entries=at(size), **common
+        )  # fmt: skip
         others = again[:, kept:] if vocab_major else again[kept:]
         ref = reference_to(stash)
         products.weight_product(
@@ -372,7 +377,9 @@ def test_gradient_again(vocab_major):
         return again, hidden, jax.freeze(ref)
 
     again, hidden, gradient = run()
-    again = s.values(np.asarray(again, np.float64), 0, size, TOKENS)
+    again = s.values(np.asarray(again, np.float64), 0, size + 256, TOKENS)
+    assert np.isnan(again[:, size:]).all()
+    again = again[:, :size]
     assert relative(again[: s.n], g) < 2**-8
     assert (again[s.n :] == 0).all()
     assert relative(np.asarray(hidden)[: s.n], again[: s.n, : s.vocab - first] @ s.weight64[first:]) < 1e-6

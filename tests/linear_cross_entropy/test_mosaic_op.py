@@ -62,16 +62,11 @@ def not_in_place(text):
 def test_models_lower_and_nothing_is_copied(model, layout, as_on_hopper):
     text = lowered(4096, *MODELS[model], layout=layout)
     more = model == "gpt-oss-120b"  # tokens than H
-    p = problem(4096, *MODELS[model])
-    plan = mosaic_spec.plan(p, "auto")
-    groups = mosaic_spec.groups(p.vocab, plan, recomputed=more)
     # softmax, settle, hidden's product, weight's and the targets' terms once.  With more tokens than H another softmax,
-    # and for each kind of group logits again, hidden's product, and weight's.
-    kinds = len(groups) if more else 1
-    assert launches(text) == 4 + kinds + (1 + 2 * kinds if more else 0)
-    assert len(groups) <= 3
-    # What each softmax leaves of its tiles, the recomputed logits' gradients, and the targets' terms for columns.
-    assert not_in_place(text) == 2 + (2 + kinds) * more + (layout == "hv")
+    # logits again and hidden's product: each is one kernel for groups of chunks of all sizes.
+    assert launches(text) == 5 + 3 * more
+    # What each softmax leaves of its tiles, and the targets' terms for columns.
+    assert not_in_place(text) == 2 + 2 * more + (layout == "hv")
     assert "stablehlo.copy" not in text
 
 
@@ -91,9 +86,9 @@ def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
     )
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
     text = lowered(1000, 256, 4096, layout="hv")
-    groups = mosaic_spec.groups(4096, c, recomputed=True)
-    # The softmax of tokens that are kept, which are settled, and of others; hidden's product, and the targets' terms.
-    assert launches(text) == 2 + 1 + 1 + 1 + 3 * len(groups) - 1  # both single chunks' are the same
+    # The softmax of tokens that are kept, which are settled, and of others; hidden's product, and the targets' terms;
+    # logits again, and both products, for groups of all sizes.
+    assert launches(text) == 2 + 1 + 1 + 1 + 3
     assert "stablehlo.copy" not in text
 
 

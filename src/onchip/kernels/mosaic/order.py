@@ -1,5 +1,6 @@
 """Which tiles of a persistent product a program has, and in which order."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,6 +9,14 @@ from jax import lax
 
 def ceil_div(x: Any, y: Any) -> Any:
     return lax.div(x + (y - 1), jnp.asarray(y, jnp.int32))
+
+
+def each(count: int, do: Callable[[Any], None]) -> None:
+    """Call do(0), do(1), ...: in a loop, so that a kernel has it once."""
+    if count == 1:
+        do(0)
+    else:
+        lax.fori_loop(0, count, lambda i, _: do(i), None)
 
 
 def place_tile(tile: Any, tiles_m: Any, tiles_n: Any, group: int) -> tuple[Any, Any]:

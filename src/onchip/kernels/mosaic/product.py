@@ -181,9 +181,9 @@ class Product:
     tiles: Callable[[Refs], tuple[Any, Any, Any]]
     """From the references: the numbers of rows of tiles, of columns of tiles, and of steps; each at least 1."""
     copies: Callable[..., None]
-    """Called with (references, step, shared memory of the left operand, of the right one, barrier), and the shared
-    memory of the vectors of `promotion`.  It issues one copy for each of them, or for each box, and `right_copies` of
-    the right operand."""
+    """Called with (references, step, shared memory of the left operand, or a list of its boxes, of the right one,
+    barrier), and the shared memory of the vectors of `promotion`.  It issues one copy for each of them, or for each
+    box, and `right_copies` of the right operand."""
     epilogue: Callable[[Refs, Part, Any, Any], None]
     """Called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
     `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value.

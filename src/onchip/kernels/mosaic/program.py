@@ -11,8 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.frontend.jax_call import vary_alike
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
-from onchip.kernels.mosaic.order import Item, Work
+from onchip.kernels.mosaic.order import Item, Work, each
 from onchip.kernels.mosaic.product import ALL, BOX, MATH, Addends, MosaicConfig, Part, Product, ProductStep, Promotion
+from onchip.kernels.mosaic.ptx import store_boxes
 from onchip.kernels.mosaic.registers import Registers
 from onchip.kernels.mosaic.tile_numbers import Broadcast, Counter
 
@@ -73,15 +74,25 @@ class _Program:
         """The stage of a step."""
         return lax.rem(number, jnp.int32(self.p.config.stages))
 
-    def find(self, x: Any, number: Any = None) -> tuple[Any, Item]:
-        """The x-th tile of this program, with its number if it is known; numbers from `items` on are no tiles."""
+    def left(self, slot: Any) -> Any:
+        """The left operand's shared memory in a stage: of boxes a list, since each index of an index takes Mosaic
+        another millisecond.
+        """
+        boxes = self.p.config.tile_m // BOX
+        return [self.a_smem.at[slot, i] for i in range(boxes)] if self.p.boxes else self.a_smem.at[slot]
+
+    def find(self, x: Any, number: Any = None) -> tuple[Any, Item | None]:
+        """The number of the x-th tile of this program, if it isn't known, and what was looked up; numbers from `items`
+        on are no tiles.
+        """
         if number is None:
             # As many are taken as there are tiles: one after each.
             counter = self.counter
             number = self.work.number(x, self.program) if counter is None else self.programs + counter.take(self.items)
-        of, look_up = self.work.item(number), self.p.look_up
+        look_up = self.p.look_up
         if look_up is None or self.broadcast is None:
-            return number, of
+            return number, None
+        of = self.work.item(number)
         steps, found = look_up.of(self.refs, of.i, of.j)
         self.broadcast.tell(x, (number, of.i, of.j, steps, *found))
         return number, of._replace(steps=steps, found=found)
@@ -93,16 +104,17 @@ class _Program:
         number, i, j, steps, *found = self.broadcast.hear(x)
         return number, Item(i, j, jnp.int32(0), steps, self.p.look_up.found(*found))
 
-    def first(self) -> tuple[Any, Item]:
+    def first(self) -> tuple[Any, Item | None]:
         return self.find(jnp.int32(0), lax.convert_element_type(self.program, jnp.int32))
 
-    def each_tile(self, do: Callable[[Item, Any], Any], first: tuple[Any, Item], following: Callable[..., Any]) -> None:
+    def each_tile(self, do: Callable[[Item, Any], Any], first: tuple[Any, Any], following: Callable[..., Any]) -> None:
         """Call `do` with each tile of this program (the first, and those that follow) and the number of steps before
         it.
         """
 
-        def one(state: tuple[Any, Any, Any, Item]) -> tuple[Any, Any, Any, Item]:
-            x, before, _, of = state
+        def one(state: tuple[Any, Any, Any, Item | None]) -> tuple[Any, Any, Any, Item | None]:
+            x, before, number, found = state
+            of = self.work.item(number) if found is None else found
             do(of, before)
             return x + 1, before + of.steps + (0 if self.p.addends is None else MATH), *following(x + 1)
 
@@ -128,7 +140,7 @@ class _Program:
             for i, slot in enumerate(slots):
                 beside = [x.at[slot] for x in self.vectors]
                 which = ProductStep(of.i, of.j, of.first + k + i, of.found)
-                p.copies(self.refs, which, self.a_smem.at[slot], self.b_smem.at[slot], self.full.at[slot], *beside)
+                p.copies(self.refs, which, self.left(slot), self.b_smem.at[slot], self.full.at[slot], *beside)
 
         pairs = 0 if p.in_pairs is None else jnp.where(p.in_pairs(of.found), lax.div(of.steps, jnp.int32(2)), 0)
         if p.in_pairs is not None:
@@ -139,7 +151,7 @@ class _Program:
             for w in range(MATH):
                 slot = self.slot_of(before + of.steps + w)
                 plgpu.barrier_wait(self.free.at[slot])
-                p.addends.copies(self.refs, which, w, self.a_smem.at[slot], self.b_smem.at[slot], self.full.at[slot])
+                p.addends.copies(self.refs, which, w, self.left(slot), self.b_smem.at[slot], self.full.at[slot])
 
     # ------------------------------------------------------------------------------------------- those that multiply
 
@@ -182,7 +194,7 @@ class _Program:
         p = self.p
         if p.stored is None:
             return None
-        return _storing(self.refs["stored"].at[self.warpgroup], p.config, m, n, p.columns)
+        return _storing(self.refs["stored"], self.warpgroup, p.config, (m, n), p.columns, self.interpret)
 
     def cleaned(self, which: ProductStep, slot: Any) -> None:
         assert self.p.clean is not None
@@ -253,7 +265,7 @@ class _Program:
         pl.when(self.warpgroup == 1)(lambda: pass_by(self.slot_of(first)))
         slot = self.slot_of(first + self.warpgroup)
         plgpu.barrier_wait(self.full.at[slot])
-        total = addends.add(self.refs, value, self.a_smem.at[slot], self.b_smem.at[slot])
+        total = addends.add(self.refs, value, self.left(slot), self.b_smem.at[slot])
         plgpu.commit_smem()  # copies would overtake loads that a barrier alone doesn't wait for
         plgpu.barrier_arrive(self.free.at[slot])
         pl.when(self.warpgroup == 0)(lambda: pass_by(self.slot_of(first + 1)))
@@ -336,24 +348,27 @@ def _promoted_step(
     return step
 
 
-def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int) -> Callable[..., None]:
-    """Returns a function that sends blocks of a value [rows, width] by way of `staging` [slots, BOX, columns]."""
-    together = c.staging_slots * columns
+def _storing(
+    staging: Any, warpgroup: Any, c: MosaicConfig, shape: tuple[int, int], columns: int, interpret: Any
+) -> Callable[..., None]:
+    """Returns a function that sends blocks of a value of this shape by way of `staging` [MATH, slots, BOX, columns]."""
+    (rows, width), together = shape, c.staging_slots * columns
 
-    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None], width: int = width) -> None:
+    def send_block(send: Callable[[Any, Any, Any], None], m: int, n: int, i: Any) -> None:
+        send(staging.at[warpgroup, i], m, n + i * columns)
+
+    def store(strip: Callable[[int, int], Any], send: Callable[[Any, Any, Any], None], width: int = width) -> None:
         for n in range(0, width, together):
-            size = min(together, width - n)
-            value = strip(n, size)
+            value = strip(n, min(together, width - n))
             for m in range(0, rows, BOX):
+                blocks = value
+                if not isinstance(value, list):
+                    blocks = [value[m : m + BOX, i : i + columns] for i in range(0, value.shape[1], columns)]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                blocks = [(staging.at[i // columns], i) for i in range(0, size, columns)]
-                for block, i in blocks:
-                    listed = isinstance(value, list)
-                    block[...] = value[i // columns] if listed else value[m : m + BOX, i : i + columns]
+                store_boxes(staging.at[warpgroup], blocks, interpret)
                 # Once for all of them: it waits for every store of the warpgroup.
                 plgpu.commit_smem()
-                for block, i in blocks:
-                    send(block, m, n + i)
+                each(len(blocks), partial(send_block, send, m, n))
                 plgpu.commit_smem_to_gmem_group()
 
     return store

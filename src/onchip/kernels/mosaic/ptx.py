@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
@@ -85,6 +86,93 @@ def zero_rows(ref: Any, warpgroup: Any, begin: Any, end: Any, interpret: Any) ->
     zero(ref, warpgroup, begin, end)
 
 
-def _run(lines: str, constraints: str, arguments: Sequence[Any]) -> None:
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, arguments, lines, constraints + ",~{memory}", has_side_effects=True)
+# Of a box [64, 128 bytes], as `product.swizzled` lays it out: eight rows after the other, and of each row parts of 16
+# bytes, whose order is another in each of the eight.
+_ROW = """shr.u32 at, row, 3; mad.lo.u32 at, at, {stride}, {box}; and.b32 row, row, 7; mad.lo.u32 at, row, 128, at;
+xor.b32 part, part, row; mad.lo.u32 at, part, 16, at;"""
+# Matrices of 16 bits go four blocks of 8 x 8 at a time: both halves of a warp's rows, and two neighbours.  A lane gives
+# the address of one of their 32 rows.
+_MATRIX = """.reg .b32 at, row, part; mov.u32 part, %tid.x;
+and.b32 row, part, 15; shr.u32 at, part, 1; and.b32 at, at, 48; or.b32 row, row, at;
+shr.u32 part, part, 4; and.b32 part, part, 1;"""
+# Of 32 bits a lane has two neighbours.  Odd rows take blocks in another order, so that no bank is asked for twice.
+_PAIRS = """.reg .pred odd; .reg .b32 at, row, part, x; .reg .b64 pair; mov.u32 x, %tid.x;
+shr.u32 row, x, 1; and.b32 row, row, 48; shr.u32 part, x, 2; and.b32 part, part, 7; or.b32 row, row, part;
+and.b32 part, part, 1; setp.ne.u32 odd, part, 0; shr.u32 part, x, 1; and.b32 part, part, 1;"""
+
+
+def _matrix(operation: str, first: int, box: str, stride: int) -> str:
+    """An operation on the 16 words of 32 bits from operand `first` on; `stride` is that of eight rows, in bytes."""
+    lines = [_MATRIX, _ROW.format(box=box, stride=stride)]
+    for i in range(4):
+        words = ", ".join(f"${first + 4 * i + j}" for j in range(4))
+        lines.append(f"xor.b32 at, at, {(0, 32, 96, 32)[i]}; " + operation.format(words=f"{{{words}}}"))
+    return "\n".join(lines)
+
+
+def _pairs() -> str:
+    """Store the 8 words of 64 bits from operand 1 on."""
+    lines = [_PAIRS, _ROW.format(box="$0", stride=1024)]
+    lines.append("and.b32 x, x, 1; mad.lo.u32 at, x, 8, at; @odd xor.b32 at, at, 64;")
+    for block, step in zip((0, 2, 1, 3), (0, 64, 96, 64), strict=True):
+        lines.append(f"xor.b32 at, at, {step};")
+        for half in range(2):
+            mine, other = (f"${1 + 2 * x + half}" for x in (block, block ^ 2))
+            lines.append(f"selp.b64 pair, {other}, {mine}, odd; st.shared.b64 [at + {1024 * half}], pair;")
+    return "\n".join(lines)
+
+
+def store_boxes(ref: Any, values: Sequence[Any], interpret: Any) -> None:
+    """Write matrices [64, 128 bytes] to the first of so many in shared memory, as `product.swizzled` lays it out; in
+    registers they are laid out as accumulators.
+
+    An assignment would load what was there, too, and all threads would wait for each other before and after each.
+    """
+    if interpret is not None:
+        for i, x in enumerate(values):
+            ref[i] = x
+        return
+    columns = values[0].shape[1]
+    bits, kind, lines = {
+        64: (32, "r", _matrix("stmatrix.sync.aligned.m8n8.x4.shared.b16 [at], {words};", 1, "$0", 1024)),
+        32: (64, "l", _pairs()),
+    }[columns]
+
+    @plgpu.inline_mgpu(arg_types=(_swizzled(columns), *[plgpu.Layout.WGMMA] * len(values)))
+    def store(_: Any, ref: Any, *values: Any) -> None:
+        word = ir.IntegerType.get_signless(bits)
+        for i, x in enumerate(values):
+            words = [utils.bitcast(x, word) for x in x.registers.flat]
+            at = utils.memref_ptr(utils.memref_slice(ref, i))
+            _run("{" + lines + "}", ",".join(["r"] + [kind] * len(words)), [at, *words])
+
+    store(ref, *values)
+
+
+def load_box(ref: Any) -> Any:
+    """A matrix [64, 64] of 16 bits from shared memory, as `product.swizzled` lays it out, like an accumulator."""
+    made = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_swizzled(64),), return_type=made)
+    def load(_: Any, ref: Any) -> Any:
+        strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        lines = _matrix("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {words}, [at];", 0, "$16", 2 * strides[0])
+        words = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * 16)})>")
+        found = _run("{" + lines + "}", ",".join([*["=r"] * 16, "r"]), [utils.memref_ptr(ref)], words)
+        word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+        layout = fragmented_array.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((64, 64)), object)
+        for i in range(16):
+            registers.flat[i] = utils.bitcast(llvm.extractvalue(word, found, [i]), pair)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref)
+
+
+def _swizzled(columns: int) -> Any:
+    return plgpu.RefType((plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def _run(lines: str, constraints: str, arguments: Sequence[Any], result: Any = None) -> Any:
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(result, arguments, lines, constraints + ",~{memory}", has_side_effects=True)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.kernels.mosaic.ptx import load_box
+
 # Before jax 0.11 plgpu.load wants an index besides the reference; later versions warn about it, then take none.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Parameter.empty else ()
@@ -30,6 +32,18 @@ class Registers:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(over), optimized=False)
 
+    def store(self, ref: Any, value: Any) -> None:
+        """Store a vector with a value per row to device memory."""
+        if self.interpreted:
+            ref[...] = value
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA.reduce(1)))
+        def store(_: Any, ref: Any, value: Any) -> None:
+            value.store_untiled(ref, optimized=False)
+
+        store(ref, value)
+
     def load_columns(self, ref: Any) -> Any:
         """Load a vector from shared memory, with a value per column."""
         if self.interpreted:
@@ -37,10 +51,8 @@ class Registers:
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(0))
 
     def load_box(self, ref: Any) -> Any:
-        """Load a matrix from shared memory, laid out as in an accumulator."""
-        if self.interpreted:
-            return ref[...]
-        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA)
+        """Load a matrix [64, 64] of 16 bits from shared memory, laid out as in an accumulator."""
+        return ref[...] if self.interpreted else load_box(ref)
 
     def load_rows(self, ref: Any) -> Any:
         """The same, from shared memory whose rows lie one after the other, as they came."""
@@ -75,7 +87,8 @@ class Registers:
 
     def columns(self, shape: tuple[int, int]) -> Any:
         """Each element's column."""
-        return self._cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA)
+        number = self._cast(lax.broadcasted_iota(jnp.int32, shape[1:], 0), plgpu.Layout.WGMMA.reduce(0))
+        return self.spread(number, shape, 0)
 
     def rows(self, shape: tuple[int, int]) -> Any:
         """Each element's row."""

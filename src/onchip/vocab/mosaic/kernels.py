@@ -68,8 +68,9 @@ def _logits_tiles(
     interpret: Any,
     first_row: int = 0,
 ) -> dict[str, Array]:
-    """A kernel over the tiles of the logits of so many entries, beginning with the one in `first` if that is among
-    `inputs`; if `first_position` is among them, only over the operands' rows that begin with that position.
+    """A kernel over the tiles of the logits of so many entries, or of as many as are in `entries` if that is among
+    `inputs`, beginning with the one in `first` if that is; if `first_position` is among them, only over the operands'
+    rows that begin with that position.
 
     The hidden state of the first position is in row `first_row`.
     """
@@ -81,7 +82,8 @@ def _logits_tiles(
         number = refs["number"][0]
         if "first_position" in refs:
             number = lax.clamp(jnp.int32(0), number - refs["first_position"][0], jnp.int32(len(operands.rows)))
-        return ceil_div(number, c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
+        tiles_n = ceil_div(refs["entries"][0], c.tile_n) if "entries" in refs else -(-entries // c.tile_n)
+        return ceil_div(number, c.tile_m), tiles_n, -(-hidden // c.tile_k)
 
     def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
@@ -146,16 +148,17 @@ def softmax_tiles(
         soft_labels = None if labels is None else label_strips(refs, p, p.n, c, registers)
         k = registers.load(refs["factor"].at[over], 1)
         x = unscaled_logits(refs, product, p.n, shape, registers)
+        columns = registers.columns(shape)
         if vocab % c.tile_n:
-            x = jnp.where(registers.columns(shape) < vocab - p.n, x, -jnp.inf)
+            x = jnp.where(columns < vocab - p.n, x, -jnp.inf)
         top = jnp.maximum(jnp.max(x, axis=1), LOWEST)
         k_2 = k * LOG2E
         here = p.j if c.split == "m" else p.j * 2 + p.warpgroup
-        refs["maximum"][here, over] = top * k
+        registers.store(refs["maximum"].at[here, over], top * k)
         if wanted.argmax:
             at_top = x == registers.spread(top, shape, 1)
-            first = jnp.min(jnp.where(at_top, registers.columns(shape), c.part_n), axis=1)
-            refs["argmax"][here, over] = p.n + first
+            first = jnp.min(jnp.where(at_top, columns, c.part_n), axis=1)
+            registers.store(refs["argmax"].at[here, over], p.n + first)
             if labels is not None:
                 y = p.n + first
         sums: dict[str, Any] = {}
@@ -179,7 +182,7 @@ def softmax_tiles(
         def exponentials(n: int, width: int) -> Any:
             """exp(z - maximum) of some columns, and 0 for the label; they enter the sums."""
             narrow = (c.part_m, width)
-            x_n, column = x[:, n : n + width], registers.columns(narrow)
+            x_n, column = x[:, n : n + width], columns[:, n : n + width]
             e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
             if wanted.even or wanted.entropy or soft_labels is not None:
                 below = (x_n - registers.spread(top, narrow, 1)) * registers.spread(k, narrow, 1)
@@ -191,12 +194,12 @@ def softmax_tiles(
                     # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
                     inside = jnp.where(w > 0, below * w, 0.0)
                 else:
-                    inside = jnp.where(column < vocab - p.n - n, below, 0.0) if vocab % c.tile_n else below
+                    inside = jnp.where(column < vocab - p.n, below, 0.0) if vocab % c.tile_n else below
                 add("offset_sum", jnp.sum(inside, axis=1))
             if wanted.entropy:
                 # p log p is 0 at p = 0, and 0 * -inf is not.
                 add("moment", jnp.sum(e * jnp.maximum(below, -1e30), axis=1))
-            e = jnp.where(column == registers.spread(y - p.n - n, narrow, 1), 0.0, e)
+            e = jnp.where(column == registers.spread(y - p.n, narrow, 1), 0.0, e)
             add("others", jnp.sum(e, axis=1))
             if wanted.sum_sq:
                 add("squares", jnp.sum(e * e, axis=1))
@@ -238,7 +241,7 @@ def softmax_tiles(
 
             store(kept_strip, send)
         for name, value in sums.items():
-            refs[name][here, over] = value
+            registers.store(refs[name].at[here, over], value)
 
     ends = list(itertools.accumulate(tokens_of(room.spare, vocab_major) for room in rooms))
     assert not rooms or ends[-1] >= tokens
@@ -278,8 +281,10 @@ def gradient_tiles(
     at_target: Array,  # [T] float32: the target's entry, less that of any other token with its probability
     *,
     vocab_major: bool,
-    first: Array,  # [1] int32: vocabulary entry, so that all chunks of a size are one compiled kernel
-    size: int,  # of the chunk, a multiple of tile_n
+    first: Array,  # [1] int32: vocabulary entry, so that all chunks are one compiled kernel
+    size: int,  # of the largest chunk, a multiple of tile_n
+    entries: Array | None = None,  # [1] int32: of this one, a multiple of tile_n too; None: all of `size`
+    into: Any = None,  # reference to write to
     even: Array | None = None,  # [T] float32: label smoothing's part, taken, times the class's weight if there is one,
     # from every entry but the target's
     labels: MosaicLabels
@@ -290,8 +295,10 @@ def gradient_tiles(
     first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,
     interpret: Any = None,
-) -> Array:
-    """Recompute the logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
+) -> Array | None:
+    """Recompute the logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]; None with
+    `into`.
+    """
     c = config
     dtype, tokens = operands.rows.dtype, len(operands.label)
     vocab = vocab_of(operands.weight, vocab_major)
@@ -304,7 +311,7 @@ def gradient_tiles(
         of_tokens = (refs[name] for name in ("label", "factor", "lse", "scale", "at_target"))
         y, k, log_sum, s, g_y = (registers.load(ref.at[over], 1) for ref in of_tokens)
         v = refs["first"][0] + p.n
-        x = unscaled_logits(refs, product, v, shape, registers)
+        x, columns = unscaled_logits(refs, product, v, shape, registers), registers.columns(shape)
         evenly = None if even is None else registers.load(refs["even"].at[over], 1)
         soft_labels = None if labels is None else label_strips(refs, p, v, c, registers)
         of_labels = None if labels is None else registers.load(refs["by_labels"].at[over], 1)
@@ -312,7 +319,7 @@ def gradient_tiles(
 
         def gradient(n: int, width: int) -> Any:
             narrow = (c.part_m, width)
-            x_n, column = x[:, n : n + width], registers.columns(narrow)
+            x_n, column = x[:, n : n + width], columns[:, n : n + width]
             g = jnp.exp2(x_n * registers.spread(k * LOG2E, narrow, 1) - registers.spread(log_sum * LOG2E, narrow, 1))
             if b is None:
                 g = g * registers.spread(s, narrow, 1)
@@ -331,24 +338,25 @@ def gradient_tiles(
                 if operands.class_weight is not None:
                     part = part * class_weights(refs, v + n, narrow, registers)
                 g = g - part
-            g = jnp.where(column == registers.spread(y - v - n, narrow, 1), registers.spread(g_y, narrow, 1), g)
+            g = jnp.where(column == registers.spread(y - v, narrow, 1), registers.spread(g_y, narrow, 1), g)
             if operands.inner_scale is not None:
                 g = g * (1 - x_n * x_n)
             if vocab % c.tile_n:
-                g = jnp.where(column < vocab - v - n, g, 0.0)
+                g = jnp.where(column < vocab - v, g, 0.0)
             return g.astype(dtype)
 
         store(gradient, send_exponentials(refs["out"], p.m, p.n, vocab_major))
 
+    out = jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)
     made = _logits_tiles(
         operands,
         size,
         epilogue,
         vocab_major=vocab_major,
-        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even}
-        | {"entropy": entropy, "mean": mean}
+        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even, "entries": entries}
+        | {"entropy": entropy, "mean": mean, "out": into}
         | ({} if labels is None else {"by_labels": by_labels}),
-        outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)},
+        outputs={"out": out} if into is None else {},
         stores=True,
         labels=labels,
         name="gradient_tiles",
@@ -356,4 +364,4 @@ def gradient_tiles(
         interpret=interpret,
         first_row=first_row,
     )
-    return made["out"]
+    return made.get("out")

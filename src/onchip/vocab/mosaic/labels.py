@@ -112,7 +112,7 @@ def _with_ids(at: Positions, stats: XlaTokenStats, above: Upstream, entries: Arr
         entries = jnp.where(entries == 0, 0, entries * (1 - x * x))
 
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
-        made: Array = kernels.gradient_tiles(
+        made: Any = kernels.gradient_tiles(
             operands._replace(label=jnp.full_like(operands.label, IGNORED)), above.lse, above.factor, above.at_target,
             even=above.even, first=begin, size=size, vocab_major=major, config=config, **above.of_entropy(slice(None)),
         )  # fmt: skip
@@ -202,10 +202,10 @@ def _with_entries(call: LossCall, above: Upstream) -> ByLogits:
     labels = MosaicLabels(call.entries, jnp.zeros(1, jnp.int32))
 
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
-        made: Array = kernels.gradient_tiles(
+        made: Any = kernels.gradient_tiles(
             operands, above.lse, above.factor, above.at_target, even=above.even, first=begin, size=size,
             labels=labels, by_labels=above.labels, vocab_major=call.source.vocab_axis == 0, config=_config(),
         )  # fmt: skip
-        return made
+        return made  # type: ignore[no-any-return]
 
     return by_logits

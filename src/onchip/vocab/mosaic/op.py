@@ -34,7 +34,6 @@ from onchip.vocab.mosaic.head import (
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     MosaicPartials,
-    Operands,
     Positions,
     Upstream,
     after,
@@ -48,11 +47,13 @@ from onchip.vocab.mosaic.positions import (
 )
 from onchip.vocab.mosaic.rooms import (
     Exponentials,
+    add_again,
     exponential_scale,
     hidden_in_slices,
     hidden_of_kept,
     rooms_of,
     tiles_of,
+    write_gradient,
 )
 from onchip.vocab.xla.loss import LabelSums, LossCall
 from onchip.vocab.xla.tiles import Wanted, XlaProjection, XlaTokenGradient, XlaTokenStats, cut, write_rows
@@ -403,23 +404,33 @@ def _walk(
     if kept:
         at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above.even)
 
-    def of_targets(rest: Operands, begin: Array, size: int) -> Array:
-        made: Array = kernels.gradient_tiles(
-            rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
-            first_row=kept, vocab_major=major, config=tiles["gradient_tiles"], **above.of_entropy(tail),
-        )  # fmt: skip
-        return made
+    of_vocab = groups(layer.vocab, plan, recomputed=recomputed_rows > 0)
+    largest = max(group.size for group in of_vocab)
+    names = ("sums", "second sums") if plan.halves else ("sums",)
+    of_targets = {
+        "kernel": kernels.gradient_tiles, "vocab_major": major, "size": largest, "first_row": kept,
+        "config": tiles["gradient_tiles"],
+    }  # fmt: skip
+    of_hidden = {
+        "kernel": products.hidden_product, "vocab_major": major, "tokens": recomputed_rows, "halves": plan.halves,
+        "config": tiles["hidden_product"],
+    }  # fmt: skip
 
     def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
-        recomputed = (by_logits or of_targets)(rest, begin, size)
-        if needs.hidden:
-            products.hidden_product(
-                weight, rest.number, vocab_major=major, tokens=recomputed_rows, recomputed=recomputed, first=begin,
-                add_to=state["sums"], second=state.get("second sums"), halves=plan.halves,
-                config=tiles["hidden_product"],
+        chunk = {"first": begin, "entries": np.array([size], np.int32)}
+        if by_logits is None:
+            in_place(
+                write_gradient, of_targets, state["again"], rest, above.lse[tail], above.factor[tail], at_target,
+                even=even, of_entropy=above.of_entropy(tail), **chunk,
             )  # fmt: skip
+            recomputed: Array = state["again"][...]
+        else:
+            recomputed = by_logits(rest, begin, size)
+        if needs.hidden:
+            into = [state[name] for name in names]
+            in_place(add_again, of_hidden, into, weight, rest.number, recomputed=recomputed, **chunk)
         if needs.bias:
-            sums = _column_sums(recomputed, at.there[tail], major)
+            sums = _column_sums(recomputed[:size] if major else recomputed[:, :size], at.there[tail], major)
             state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], sums, begin)
         return recomputed
 
@@ -438,7 +449,7 @@ def _walk(
         _of_chunks(group, product)
 
     def walk(state: dict[str, Any]) -> None:
-        for group in groups(layer.vocab, plan, recomputed=recomputed_rows > 0):
+        for group in of_vocab:
             _repeat(group.times, partial(walk_group, state, group))
         if kept:
             # Each vocabulary entry's tokens together: positions are in the order of their labels, with those that have
@@ -450,12 +461,15 @@ def _walk(
     if needs.weight:
         state["out"] = out
     if recomputed_rows and needs.hidden:
-        names = ("sums", "second sums") if plan.halves else ("sums",)
         zeros = jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32)
         # XLA gives equal constants one buffer, and in vmap's loop made no copy for kernels that add in place to both.
         # It knows that `number` isn't below 0, but not that it is never -1.
         other = zeros + jnp.where(at.number[0] == -1, 1.0, 0.0)
         state |= dict(zip(names, (zeros, other), strict=False))
+    if recomputed_rows and by_logits is None:
+        # One memory for all groups: then these are one kernel.
+        shape = (largest, recomputed_rows) if major else (recomputed_rows, largest)
+        state["again"] = lax.empty(shape, weight.dtype)
     if needs.bias:
         state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
     state = run_state(walk)(vary_alike(state, at.number))

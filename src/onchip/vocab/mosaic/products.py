@@ -98,7 +98,7 @@ def weight_product(
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
                 for box in range(tile_v // BOX):
-                    load_block(source, v + box * BOX, BOX, t, BOX, a.at[box], barrier)
+                    load_block(source, v + box * BOX, BOX, t, BOX, a[box], barrier)
             else:
                 load_block(source, t, c.tile_k, v, tile_v, b, barrier)
 
@@ -166,11 +166,11 @@ def weight_product(
         rows_at_once = BOX * width // c.tile_m
         for i in range(c.tile_m // BOX):
             block, r = divmod(i * rows_at_once, BOX)
-            into = a.at[block, pl.ds(r, rows_at_once)]
+            into = a[block].at[pl.ds(r, rows_at_once)]
             load_block(refs["digits"], row + r, rows_at_once, of_digits(column) + block * BOX, BOX, into, barrier)
 
     def add_sum(refs: Refs, product: Any, a: Any, b: Any) -> list[Any]:
-        block = lambda i: a.at[i if vocab_major else (slice(None), pl.ds(i * BOX, BOX))]  # noqa: E731
+        block = lambda i: a[i] if vocab_major else a.at[:, pl.ds(i * BOX, BOX)]  # noqa: E731
         return added(product, b, block, refs["begins"][0] != 0, registers)
 
     addends, width = None, word_columns(rows.dtype)
@@ -212,6 +212,7 @@ def hidden_product(
     in_scratch: Array | None = None,  # and of the last ones, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
+    entries: Array | None = None,  # [1] int32: of these as many; None: all
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by, or [all] with `first_token`
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to
     second: Any = None,  # the same for second halves of tiles
@@ -245,11 +246,12 @@ def hidden_product(
 
     def tiles_and_steps(refs: Refs) -> tuple[Any, Any]:
         """Of the rows of one slice; past the last entry operands are 0."""
-        entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
+        most = refs["entries"][0] if "entries" in refs else jnp.int32(size)
+        there = lax.min(vocab - refs["first"][0], most)
         number = refs["count"][0]
         if first_token is not None:
             number = lax.clamp(jnp.int32(0), number - refs["first_token"][0], jnp.int32(tokens))
-        return ceil_div(number, c.tile_m), ceil_div(entries, c.tile_k * slices)
+        return ceil_div(number, c.tile_m), ceil_div(there, c.tile_k * slices)
 
     def token_of(refs: Refs, row: Any) -> Any:
         return row if first_token is None else refs["first_token"][0] + row
@@ -266,7 +268,7 @@ def hidden_product(
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
                 for box in range(c.tile_m // BOX):
-                    load_block(source, v, BOX, t + box * BOX, BOX, a.at[box], barrier)
+                    load_block(source, v, BOX, t + box * BOX, BOX, a[box], barrier)
             else:
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 
@@ -310,7 +312,8 @@ def hidden_product(
         store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
     first = jnp.zeros(1, jnp.int32) if first is None else first
-    inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first, "first_token": first_token}
+    inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first, "entries": entries}
+    inputs["first_token"] = first_token
     for where, memory, spare in ((kept, "in_weight_grad", "spare"), (in_digits, "in_digits", "digits_spare")):
         inputs |= {} if where is None else {memory: where.in_weight_grad, spare: where.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}

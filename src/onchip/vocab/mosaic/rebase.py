@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.maths import LOG2E
-from onchip.kernels.mosaic.order import ceil_div
+from onchip.kernels.mosaic.order import ceil_div, each
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
+from onchip.kernels.mosaic.ptx import store_boxes
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.bits import join, to_bits
 from onchip.vocab.mosaic.blocks import REACH, KeptBlocks, by_range, tokens_of, vocab_of
@@ -150,41 +151,43 @@ def _change_kept(
             def entries(number: Any, _: None) -> None:
                 v = (program + number * programs) * BOX
 
-                def place(v: Any, t: Any, b: int) -> tuple[Any, Any]:
-                    return (v, t + b * BOX) if vocab_major else (t + b * BOX, v)
+                def place(v: Any, t: Any) -> tuple[Any, Any]:
+                    return (v, t) if vocab_major else (t, v)
 
-                def load(source: Any, v: Any, t: Any) -> None:
-                    for b in range(boxes):
-                        row, column = place(v, t, b)
-                        load_block(source, row, BOX, column, BOX, shared.at[b], full)
+                def load(b: Any, source: Any, v: Any, t: Any) -> None:
+                    row, column = place(v, t)
+                    load_block(source, row, BOX, column, BOX, shared.at[b], full)
 
-                def send(target: Any, v: Any, t: Any) -> None:
-                    for b in range(boxes):
-                        row, column = place(v, t, b)
-                        into = target.at[pl.ds(row, BOX), pl.ds(column, BOX)]
-                        plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
+                def send(b: Any, target: Any, v: Any, t: Any) -> None:
+                    row, column = place(v, t)
+                    into = target.at[pl.ds(row, BOX), pl.ds(column, BOX)]
+                    plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
-                def in_room(f: Callable[..., None], i: int, begin: int) -> None:
-                    room, at = rooms[i], t - begin if begin else t
-                    in_spare = lambda: f(refs[f"spare {i}"], v - room.split, at)  # noqa: E731
+                def in_room(f: Callable[..., None], b: Any, i: int, begin: int) -> None:
+                    room, at = rooms[i], t + (b * BOX - begin)
+                    in_spare = lambda: f(b, refs[f"spare {i}"], v - room.split, at)  # noqa: E731
                     if room.in_weight_grad is None:
                         in_spare()
                     else:
-                        in_memory = lambda: f(refs[f"in_weight_grad {i}"], v + room.shift, at)  # noqa: E731
+                        in_memory = lambda: f(b, refs[f"in_weight_grad {i}"], v + room.shift, at)  # noqa: E731
                         lax.cond(v < room.split, in_memory, in_spare)
 
                 def where_kept(f: Callable[..., None]) -> None:
                     begins = [0, *ends]
-                    calls = [partial(in_room, f, i, begins[i]) for i in range(len(rooms))]
-                    by_range(t, tokens, list(zip(ends, calls, strict=True)))
+
+                    def box(b: Any) -> None:
+                        calls = [partial(in_room, f, b, i, begins[i]) for i in range(len(rooms))]
+                        by_range(t, tokens, list(zip(ends, calls, strict=True)))
+
+                    each(boxes, box)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
                 new = of_entries(v)
                 plgpu.barrier_wait(full)
-                for b in range(boxes):
-                    e = registers.load_box(shared.at[b])
-                    shared[b] = new(e.astype(jnp.float32), b).astype(e.dtype)
+                old = [registers.load_box(shared.at[b]) for b in range(boxes)]
+                changed = [new(e.astype(jnp.float32), b).astype(e.dtype) for b, e in enumerate(old)]
+                store_boxes(shared, changed, interpret)
                 plgpu.commit_smem()
                 where_kept(send)
                 plgpu.commit_smem_to_gmem_group()
@@ -228,19 +231,28 @@ def scale_sum(
             at = program + number * programs
             row, j = lax.div(at, jnp.int32(tiles)) * BOX, lax.rem(at, jnp.int32(tiles))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for i in range(boxes):
+
+            def load(i: Any) -> None:
                 load_block(refs["out"], row, BOX, j * config.tile_n + i * BOX, BOX, shared.at[i], full)
+
+            each(boxes, load)
             load_block(refs["digits"], row, BOX, j * BOX, BOX, shared.at[boxes], full)
             plgpu.barrier_wait(full)
             words = to_bits(registers.load_box(shared.at[boxes]))
-            for i in range(boxes):
-                of_box = (words >> (i * bits)) & ((1 << bits) - 1)
+
+            def scale(i: Any) -> None:
+                of_box = (words >> jnp.asarray(i * bits, jnp.uint32)) & ((1 << bits) - 1)
                 value = join(registers.load_box(shared.at[i]), of_box, bits, nearest=True) * factor
-                shared[i] = value.astype(dtype)
+                store_boxes(shared.at[pl.ds(i, 1)], [value.astype(dtype)], interpret)
+
+            each(boxes, scale)
             plgpu.commit_smem()
-            for i in range(boxes):
+
+            def send(i: Any) -> None:
                 into = refs["out"].at[pl.ds(row, BOX), pl.ds(j * config.tile_n + i * BOX, BOX)]
                 plgpu.copy_smem_to_gmem(shared.at[i], into, commit_group=False)
+
+            each(boxes, send)
             plgpu.commit_smem_to_gmem_group()
 
         mine = ceil_div(-(-rows // BOX) * tiles - program, programs)

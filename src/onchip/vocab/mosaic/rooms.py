@@ -1,6 +1,6 @@
 """Where exponentials are kept, and the product that makes hidden's gradient from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from jax import lax
 from onchip.core.sizes import up
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic.head import VOCAB_TILE, MosaicPlan, hidden_slices, split_at
-from onchip.vocab.mosaic.positions import Positions, after
+from onchip.vocab.mosaic.positions import Operands, Positions, after
 from onchip.vocab.xla.loss import LossCall
 from onchip.vocab.xla.tiles import XlaProjection
 
@@ -140,3 +140,15 @@ def _add_hidden(
         weight, number, kept=kept.gradient, in_digits=kept.digits, in_scratch=kept.scratch and kept.scratch.spare,
         scale=scale, first_token=begin, add_to=into[1], **static,
     )  # fmt: skip
+
+
+def write_gradient(
+    into: Any, operands: Operands, *vectors: Array, kernel: Any, of_entropy: Mapping[str, Array], **more: Any
+) -> None:
+    """Write the gradient of a chunk's logits to a reference."""
+    kernel(operands, *vectors, into=into, **of_entropy, **more)
+
+
+def add_again(into: Sequence[Any], weight: Array, number: Array, *, kernel: Any, **more: Any) -> None:
+    """Add hidden's product, made from gradients of logits, to one or two references."""
+    kernel(weight, number, add_to=into[0], second=into[1] if len(into) > 1 else None, **more)

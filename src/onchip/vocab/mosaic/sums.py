@@ -18,7 +18,7 @@ from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.memory import digit_bits
 from onchip.vocab.mosaic.bits import HALF_A_PLACE, from_bits, join, split, to_bits
 
-Send = Callable[[Any, int, int], None]
+Send = Callable[[Any, int, Any], None]
 """Copies a block from shared memory to a place in a matrix."""
 _COLUMNS = 256
 """The most columns that a tile has."""
@@ -93,10 +93,7 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, half: An
     """Store what `added` returns: `first` and `digits` send blocks to the matrices of these names; `half` as of
     `split`."""
     together = 16 // bits_of(dtype)
-    places: list[tuple[Send, int]] = []
-    for start in range(0, len(blocks), together):
-        places += [(first, n * BOX) for n in range(start, min(start + together, len(blocks)))]
-        places.append((digits, start // together * BOX))
+    last = len(blocks) + -(-len(blocks) // together) - 1
     made: list[Any] = []
 
     def strip(n: int, width: int) -> list[Any]:
@@ -105,11 +102,16 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, half: An
             made.extend(as_stored(blocks[start : start + together], dtype, half))
         return made[n // BOX : (n + width) // BOX]
 
-    def send(block: Any, m: int, n: int) -> None:
-        to, column = places[n // BOX]
-        to(block, m, column)
+    def send(block: Any, m: int, n: Any) -> None:
+        number = lax.div(jnp.asarray(n, jnp.int32), jnp.int32(BOX))
+        group, place = (f(number, jnp.int32(together + 1)) for f in (lax.div, lax.rem))
+        lax.cond(
+            (place == together) | (number == last),
+            lambda: digits(block, m, group * BOX),
+            lambda: first(block, m, (group * together + place) * BOX),
+        )
 
-    store(strip, send, len(places) * BOX)
+    store(strip, send, (last + 1) * BOX)
 
 
 def as_stored(blocks: list[Any], dtype: Any, half: Any = None) -> list[Any]:
