@@ -70,7 +70,7 @@ def forward(
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
         "lse": lse, "sinks": sinks, **_walk(p, m, scale, softcap, d),
-        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers, "LATE": True, "AHEAD": True,
+        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers, "LATE": True, "AHEAD": False,
     }  # fmt: skip
     return Launch(attend, (_programs(p, q, tiles),), arguments, registers=on_average)
 
@@ -99,7 +99,7 @@ def gradient_of_queries(
     d = width(p)
     arguments = {
         "q": by_head(q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d),
-        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries), "AHEAD": True,
+        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries), "AHEAD": False,
         **_walk(p, m, scale, softcap, d),
     }  # fmt: skip
     return Launch(query_gradient, (_programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
