@@ -47,6 +47,11 @@ def both_ways_of_shard_map():
         assert_right(case, dtype, **CHECKER.hows(partial_jax())[i], check_vma=i > 0)
 
 
+def a_shared_bias():
+    """Its gradient is summed over devices before it is rounded."""
+    assert_right(CollectiveCase("bias", 8, 12, 16, bias=True), "bfloat16", op=SCATTER)
+
+
 def no_tokens():
     """Forward and backward, where JAX 0.11.2 crashes on a shard_map with other uses of such arrays."""
     for op in OPS:
@@ -146,6 +151,7 @@ def transforms():
 
 CHECKS = (
     both_ways_of_shard_map,
+    a_shared_bias,
     no_tokens,
     gradients_inside_and_two_axes,
     one_collective_and_one_product,

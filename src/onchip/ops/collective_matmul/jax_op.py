@@ -100,8 +100,9 @@ def matmul_reduce_scatter(
             first dimension is split, and T is a multiple of n.
         weight, axis_name, weight_layout, reduce_dtype: as in `all_gather_matmul`.
         bias: [N] of x's dtype, added once, to the sum.  If it is the same on all devices (not split over the axis), JAX
-            sums its gradient over them, as for any such array.  With check_vma=False it does so only if shard_map
-            itself is differentiated; a gradient that is taken inside comes from this device's tokens alone.
+            sums its gradient over them, in float32.  With check_vma=False it does so only if shard_map itself is
+            differentiated, and in the bias's dtype; a gradient that is taken inside comes from this device's tokens
+            alone.
 
     Returns:
         [T/n, N] or [T/n, ..., N] of x's dtype.  The sum over devices is in float32 and rounded once, unless
@@ -166,7 +167,10 @@ def _call(
     ranks = _ranks(op, axis)
     sizes = check_shapes(op, {name: a.shape for name, a in arrays.items()}, ranks, layout)
     sums = _sums(op, reduce_dtype, arrays["x"].dtype)
-    made = vary_alike({name: jnp.asarray(a) for name, a in arrays.items()}, lax.axis_index(axis))
+    given = {name: jnp.asarray(a) for name, a in arrays.items()}
+    if bias is not None:  # first, so that JAX sums its gradient over devices before it is rounded
+        given["bias"] = given["bias"].astype(accumulator(given["x"].dtype))
+    made = vary_alike(given, lax.axis_index(axis))
     layer = _CollectiveLayer(made["x"], made["weight"], made.get("bias"))
     if layer.x.size == 0:
         return _without_tokens(op, ranks, layer, sizes.n)
