@@ -71,7 +71,7 @@ def _copy(
 
 
 @gluon.jit
-def _begin(sinks, h, rows: gl.constexpr):
+def begin(sinks, h, rows: gl.constexpr):
     """The largest score and the sum of exponentials before the first block."""
     most = gl.full((HALF,), LOWEST, gl.float32, rows)
     total = gl.zeros((HALF,), gl.float32, rows)
@@ -83,7 +83,7 @@ def _begin(sinks, h, rows: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, factor, most, total):
+def softmax(s, factor, most, total):
     """Exponentials of a block less the largest score until now, their sum, and what earlier sums are multiplied by."""
     now = gl.maximum(most, gl.max(s, 1) * factor)
     p = gl.exp2(s * factor - now[:, None])
@@ -92,7 +92,7 @@ def _softmax(s, factor, most, total):
 
 
 @gluon.jit
-def _write_lse(most, total, lse, plane, first_row, queries, rows: gl.constexpr):
+def write_lse(most, total, lse, plane, first_row, queries, rows: gl.constexpr):
     row = first_row + gl.arange(0, HALF, rows)
     gl.store(lse + plane.to(gl.int64) * queries + row, (most + gl.log2(total)) * LN2, mask=row < queries)
 
@@ -126,10 +126,10 @@ def _attend(
     factor = (scale if softcap is None else softcap) * LOG2E
     begins = gl.program_id(0)
 
-    plane, first_row, first, last, full_first, full_last, start, end = _tile(begins, mask, sizes, rows, W, KEYS, GROUPS)
+    plane, first_row, first, last, full_first, full_last, start, end = tile_of(begins, mask, sizes, rows, W, KEYS, GROUPS)
     row = first_row + gl.arange(0, HALF, rows)
     of_mask = plane // heads * own
-    most, total = _begin(sinks, plane % heads, rows)
+    most, total = begin(sinks, plane % heads, rows)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(0), 0)
     k = matrix(ks.index(0)).permute((1, 0))
@@ -139,14 +139,14 @@ def _attend(
     j, _blocks = seen_blocks(stops, of_mask, keys, first, last, first_row - W * HALF, KEYS)
     hidden = hides_some(stops, of_mask, keys, j, full_first, full_last, first_row, KEYS)
     s = scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS)
-    p, most, total, _ = _softmax(s, factor, most, total)
+    p, most, total, _ = softmax(s, factor, most, total)
     factors = gl.convert_layout(p.to(out.dtype), factor_layout(D))
 
     step = 0
     turn = 0
     count = 0
     most_tiles = tiles * planes
-    next_plane, next_row, next_first, next_last, next_full_first, next_full_last, next_start, next_end = _tile(
+    next_plane, next_row, next_first, next_last, next_full_first, next_full_last, next_start, next_end = tile_of(
         min(begins + gl.num_programs(0), most_tiles - 1), mask, sizes, rows, W, KEYS, GROUPS
     )
     for n in range(begins, most_tiles, gl.num_programs(0)):
@@ -157,7 +157,7 @@ def _attend(
                 plane, first_row, first, last = next_plane, next_row, next_first, next_last
                 full_first, full_last, start, end = next_full_first, next_full_last, next_start, next_end
         else:
-            plane, first_row, first, last, full_first, full_last, start, end = _tile(
+            plane, first_row, first, last, full_first, full_last, start, end = tile_of(
                 n, mask, sizes, rows, W, KEYS, GROUPS
             )
         row = first_row + gl.arange(0, HALF, rows)
@@ -191,7 +191,7 @@ def _attend(
                         next_full_last,
                         next_start,
                         next_end,
-                    ) = _tile(following, mask, sizes, rows, W, KEYS, GROUPS)
+                    ) = tile_of(following, mask, sizes, rows, W, KEYS, GROUPS)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_empty.index(now), count=1)
             mbarrier.arrive(q_empty.index(GROUPS * ((count + 1) % 2) + W), count=1, pred=is_first)
@@ -199,14 +199,14 @@ def _attend(
             s = scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS)
             old_most, old_total = most, total
             if is_first:
-                most, total = _begin(sinks, plane % heads, rows)
-            p, most, total, change = _softmax(s, factor, most, total)
+                most, total = begin(sinks, plane % heads, rows)
+            p, most, total, change = softmax(s, factor, most, total)
             if not LATE:
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
                 mbarrier.arrive(v_empty.index(before), count=1)
             if is_first:
                 # Before the wait, so that the compiler can't take it out of both branches and up before the softmax.
-                _write_lse(old_most, old_total, lse, old_plane, old_row, queries, rows)
+                write_lse(old_most, old_total, lse, old_plane, old_row, queries, rows)
                 if LATE:
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
                     mbarrier.arrive(v_empty.index(before), count=1)
@@ -224,13 +224,13 @@ def _attend(
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     sums = warpgroup_mma(factors, matrix(vs.index(step % STAGES)), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    _write_lse(most, total, lse, plane, first_row, queries, rows)
+    write_lse(most, total, lse, plane, first_row, queries, rows)
     _write_out(acc, total, out, staged.index(W), plane, heads, first_row, D)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _tile(n, mask, sizes, rows: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr, GROUPS: gl.constexpr):
+def tile_of(n, mask, sizes, rows: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr, GROUPS: gl.constexpr):
     """A group's part of tile n: its plane and first query, its range of blocks of keys, that of those which all its
     queries see, and the ranges of these.
     """

@@ -69,10 +69,10 @@ def forward(
     tiles = -(-p.queries // (HALF * groups))
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
-        "lse": lse, "sinks": sinks, **_walk(p, m, scale, softcap, d),
+        "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, d),
         "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers, "LATE": True, "AHEAD": False,
     }  # fmt: skip
-    return Launch(attend, (_programs(p, q, tiles),), arguments, registers=on_average)
+    return Launch(attend, (programs(p, q, tiles),), arguments, registers=on_average)
 
 
 def gradient_rows(
@@ -100,9 +100,9 @@ def gradient_of_queries(
     arguments = {
         "q": by_head(q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d),
         "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries), "AHEAD": False,
-        **_walk(p, m, scale, softcap, d),
+        **walk(p, m, scale, softcap, d),
     }  # fmt: skip
-    return Launch(query_gradient, (_programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
+    return Launch(query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
 
 def gradient_of_keys(
@@ -137,7 +137,7 @@ def by_head(x: Tensor, tokens: int, columns: int) -> Any:
     return shared_descriptor(x, (batch, heads, length, size), (of_batch, of_head, of_token, 1), (1, 1, tokens, columns))
 
 
-def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
+def walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
     """The arguments that both kernels share in which a tile of queries walks over keys."""
     of_keys = 4 * p.keys * d
     return {
@@ -149,6 +149,6 @@ def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d
     }  # fmt: skip
 
 
-def _programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
+def programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
     """The number of programs: one for each multiprocessor, which takes tile after tile."""
     return min(describe(x.device).programs, tiles * p.batch * p.heads)
