@@ -37,6 +37,14 @@ from onchip.kernels.triton.gluon import barrier, copy_in, copy_out
 
 
 @gluon.jit
+def _range(table, t, of_mask, tiles, ROWS: gl.constexpr):
+    """`key_entry`, in blocks of ROWS queries."""
+    first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
+    MANY: gl.constexpr = HALF // ROWS
+    return first * MANY, last * MANY, full_first * MANY, full_last * MANY, any_sees
+
+
+@gluon.jit
 def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full = rings
     qs, q_full, q_empty = of_q
@@ -46,7 +54,7 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.
     key_heads = heads // group
     n = gl.program_id(0)
     t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
-    first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
+    first, last, _first, _last, _any = _range(table, t, b * own, tiles, ROWS)
     mbarrier.expect(k_full, TILE * (WIDE + VALUES) * 2)
     for w in gl.static_range(2):
         row = t * TILE + w * HALF
@@ -102,7 +110,7 @@ def _differentiate(
     n = gl.program_id(0)
     t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
     of_mask = b * own
-    first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
+    first, last, full_first, full_last, any_sees = _range(table, t, of_mask, tiles, ROWS)
     key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     until = None
     if stop is not None:
