@@ -80,7 +80,7 @@ def row_numbers(vectors, s, which: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(
+def _probabilities(
     x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS: gl.constexpr
 ):  # fmt: skip
     """Of a block of queries, [keys, queries]; with a softcap what the scores are of it, too."""
@@ -139,7 +139,7 @@ def _differentiate(
         mbarrier.wait(d_out_full.index(s), phase)
         y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-        x, p = probabilities(x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS)
+        x, p = _probabilities(x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS)
         factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
         sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))

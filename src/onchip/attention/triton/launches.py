@@ -70,7 +70,7 @@ def forward(
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
         "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, d),
-        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers, "LATE": True, "AHEAD": False,
+        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers,
     }  # fmt: skip
     return Launch(attend, (programs(p, q, tiles),), arguments, registers=on_average)
 
@@ -87,9 +87,9 @@ def gradient_rows(
         "of_sinks": of_sinks, "queries": p.queries, "padded": padded(p.queries), "heads": p.heads,
         "tiles": padded(p.queries) // FEW_ROWS,
         **{f"{name}_{dim}": x[i] for name, x in strides.items() for i, dim in ((0, "batch"), (2, "head"), (1, "row"))},
-        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": width(p), "HEADS_FIRST": True,
+        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": width(p),
     }  # fmt: skip
-    return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS * p.batch * p.heads,), arguments)
+    return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS, p.batch * p.heads), arguments)
 
 
 def gradient_of_queries(
@@ -99,7 +99,7 @@ def gradient_of_queries(
     d = width(p)
     arguments = {
         "q": by_head(q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d),
-        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries), "AHEAD": False,
+        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries),
         **walk(p, m, scale, softcap, d),
     }  # fmt: skip
     return Launch(query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)

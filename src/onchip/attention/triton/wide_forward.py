@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 from onchip.attention.triton.common import (
     FEW_REGISTERS,
     HALF,
+    LN2,
     LOG2E,
     REGISTERS,
     REST,
@@ -36,7 +37,7 @@ from onchip.attention.triton.common import (
     scores,
     seen_blocks,
 )
-from onchip.attention.triton.forward import begin, softmax, tile_of, write_lse
+from onchip.attention.triton.forward import begin, rows_of, softmax
 from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 
@@ -78,6 +79,27 @@ def _copy(rings, q, q_rest, k, k_rest, v, mask, sizes, KEYS: gl.constexpr, STAGE
 
 
 @gluon.jit
+def _tile(n, mask, sizes, rows: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr):
+    """A group's half of tile n: its plane and first query, its range of blocks of keys, that of those which all its
+    queries see, and the ranges of these.
+    """
+    start_p, end_p, stop, table, stops = mask
+    queries, keys, heads, group, planes, tiles, entries, own, section = sizes
+    i, plane = place(n, tiles, planes, section)
+    first_row = ((tiles - 1 - i) * 2 + W) * HALF
+    of_mask = plane // heads * own
+    first, last, full_first, full_last = query_entry(table, tiles - 1 - i, of_mask, entries, keys, 2, KEYS)
+    row, start, end = rows_of(start_p, end_p, of_mask, first_row, queries, keys, rows)
+    return plane, first_row, first, last, full_first, full_last, start, end
+
+
+@gluon.jit
+def _write_lse(most, total, lse, plane, first_row, queries, rows: gl.constexpr):
+    row = first_row + gl.arange(0, HALF, rows)
+    gl.store(lse + plane.to(gl.int64) * queries + row, (most + gl.log2(total)) * LN2, mask=row < queries)
+
+
+@gluon.jit
 def _write_out(acc, total, out, staged, plane, heads, first_row):
     """Of a group's half of a tile."""
     of_out: gl.constexpr = products_layout(VALUES)
@@ -106,7 +128,7 @@ def _attend(
     begins = gl.program_id(0)
     q, q_rest = matrix(qs.index(W)), matrix(qs_rest.index(W))
 
-    plane, first_row, first, last, full_first, full_last, start, end = tile_of(begins, mask, sizes, rows, W, KEYS, 2)
+    plane, first_row, first, last, full_first, full_last, start, end = _tile(begins, mask, sizes, rows, W, KEYS)
     row = first_row + gl.arange(0, HALF, rows)
     of_mask = plane // heads * own
     most, total = begin(sinks, plane % heads, rows)
@@ -126,7 +148,7 @@ def _attend(
     count = 0
     for n in range(begins, tiles * planes, gl.num_programs(0)):
         old_plane, old_row = plane, first_row
-        plane, first_row, first, last, full_first, full_last, start, end = tile_of(n, mask, sizes, rows, W, KEYS, 2)
+        plane, first_row, first, last, full_first, full_last, start, end = _tile(n, mask, sizes, rows, W, KEYS)
         row = first_row + gl.arange(0, HALF, rows)
         of_mask = plane // heads * own
         mbarrier.wait(q_full.index(W), count & 1)
@@ -157,7 +179,7 @@ def _attend(
             p, most, total, change = softmax(s, factor, most, total)
             if is_first:
                 # Before the wait, so that the compiler can't take it out of both branches and up before the softmax.
-                write_lse(old_most, old_total, lse, old_plane, old_row, queries, rows)
+                _write_lse(old_most, old_total, lse, old_plane, old_row, queries, rows)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
                 mbarrier.arrive(v_empty.index(before), count=1)
                 _write_out(acc, old_total, out, staged.index(W), old_plane, heads, old_row)
@@ -173,7 +195,7 @@ def _attend(
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     sums = warpgroup_mma(factors, matrix(vs.index(step % STAGES)), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    write_lse(most, total, lse, plane, first_row, queries, rows)
+    _write_lse(most, total, lse, plane, first_row, queries, rows)
     _write_out(acc, total, out, staged.index(W), plane, heads, first_row)
     tma.store_wait(0)
 
