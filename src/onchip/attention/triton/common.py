@@ -91,18 +91,6 @@ def query_entry(table, t, of_mask, entries, keys, GROUPS: gl.constexpr, KEYS: gl
 
 
 @gluon.jit
-def query_range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
-    """As `query_entry`, for two groups and blocks of any number of keys."""
-    at = table + (of_mask * entries + t * 2) * ENTRIES
-    other = table + (of_mask * entries + min(t * 2 + 1, entries - 1)) * ENTRIES
-    least, most = min(gl.load(at + 4), gl.load(other + 4)), max(gl.load(at + 5), gl.load(other + 5))
-    full_first = gl.cdiv(max(gl.load(at + 6), gl.load(other + 6)), KEYS)
-    full_last = min(gl.load(at + 7), gl.load(other + 7)) // KEYS
-    first = min(least // KEYS, gl.cdiv(keys, KEYS) - 1)
-    return first, max(gl.cdiv(most, KEYS), first + 1), full_first, full_last
-
-
-@gluon.jit
 def _largest_stop(stops, of_mask, keys, j, KEYS: gl.constexpr):
     block = j if KEYS == TILE else j * KEYS // TILE
     return gl.load(stops + 2 * (of_mask * gl.cdiv(keys, TILE) + block) + 1)

@@ -45,7 +45,7 @@ def _range(table, t, of_mask, tiles, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr):
     of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
@@ -65,23 +65,23 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.
     for g in range(group):
         head = h * group + g
         for j in range(first, last):
-            s = step % Q_STAGES
-            mbarrier.wait(q_empty.index(s), ((step // Q_STAGES) & 1) ^ 1)
+            s = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(q_empty.index(s), phase ^ 1)
             mbarrier.expect(q_full.index(s), ROWS * WIDE * 2 + 2 * ROWS * 4)
             copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
             copy_in(q_rest, [b, head, j * ROWS, VALUES], q_full.index(s), qs_rest.index(s))
             for which in gl.static_range(2):
                 into = vectors.index(2 * s + which)
                 copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), into)
-            s = step % STAGES
-            mbarrier.wait(d_out_empty.index(s), ((step // STAGES) & 1) ^ 1)
+            mbarrier.wait(d_out_empty.index(s), phase ^ 1)
             mbarrier.expect(d_out_full.index(s), ROWS * VALUES * 2)
             copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
             step += 1
 
 
 @gluon.jit
-def are_seen_turned(j, mask, until, key, of_mask, sizes, ROWS: gl.constexpr):
+def _are_seen(j, mask, until, key, of_mask, sizes, ROWS: gl.constexpr):
     """Of each pair of a key and a query of block j."""
     start_p, end_p, stop, table = mask
     queries, keys, heads, group, tiles, own = sizes
@@ -98,7 +98,7 @@ def are_seen_turned(j, mask, until, key, of_mask, sizes, ROWS: gl.constexpr):
 @gluon.jit
 def _differentiate(
     rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes,
-    W: gl.constexpr, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full = rings
     qs, q_full, q_empty = of_q
@@ -128,9 +128,10 @@ def _differentiate(
     many = group * (last - first)
     for step in range(many):
         hidden = (j < full_first) | (j >= full_last)
-        s, of_upstream = step % Q_STAGES, step % STAGES
-        before = max(step - 1, 0) % Q_STAGES
-        mbarrier.wait(q_full.index(s), (step // Q_STAGES) & 1)
+        s = step % STAGES
+        phase = (step // STAGES) & 1
+        before = max(step - 1, 0) % STAGES
+        mbarrier.wait(q_full.index(s), phase)
         x = product_of_wide(k, k_rest, qs.index(s), qs_rest.index(s), zeros)
         sum_k = warpgroup_mma(of_k, matrix(qs.index(before)), sum_k, is_async=True)
         rest = gl.convert_layout(of_k, factor_layout(REST))
@@ -142,12 +143,12 @@ def _differentiate(
         sum_k, sum_k_rest = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, sum_k_rest))
         mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
         if hidden:
-            p = gl.where(are_seen_turned(j, mask, until, key, of_mask, sizes, ROWS), p, 0.0)
+            p = gl.where(_are_seen(j, mask, until, key, of_mask, sizes, ROWS), p, 0.0)
         p = p.to(grad_v.dtype)
         factors = gl.convert_layout(p, factor_layout(VALUES))
-        mbarrier.wait(d_out_full.index(of_upstream), (step // STAGES) & 1)
-        y = warpgroup_mma(v, matrix(d_outs.index(of_upstream)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        sum_v = warpgroup_mma(factors, matrix(d_outs.index(of_upstream)), sum_v, is_async=True)
+        mbarrier.wait(d_out_full.index(s), phase)
+        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
         d_scores = p.to(gl.float32) * (y - row_numbers(vectors, s, 1, ROWS)[None, :])
         if softcap is not None:
@@ -155,11 +156,11 @@ def _differentiate(
         fence_async_shared()  # the numbers of these queries may be overwritten
         of_k = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(VALUES))
         sum_v = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v,))
-        mbarrier.arrive(d_out_empty.index(of_upstream), count=1)
+        mbarrier.arrive(d_out_empty.index(s), count=1)
         j += 1
         if j == last:
             j = first
-    before = (many - 1) % Q_STAGES
+    before = (many - 1) % STAGES
     sum_k = warpgroup_mma(of_k, matrix(qs.index(before)), sum_k, is_async=True)
     rest = gl.convert_layout(of_k, factor_layout(REST))
     sum_k_rest = warpgroup_mma(rest, matrix(qs_rest.index(before)), sum_k_rest, is_async=True)
@@ -181,15 +182,15 @@ def _differentiate(
 def wide_key_gradient(
     q, q_rest, d_out, k, k_rest, v, grad_k, grad_k_rest, grad_v, of_rows, start, end, stop, table, scale, softcap,
     queries, keys, heads, group, tiles, own,
-    ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`; `q_rest` is q in blocks of the last 64 columns, like the others of that name.  A
     program has a tile.
     """
-    of_q = new_ring(q, Q_STAGES, 2)
-    qs_rest = gl.allocate_shared_memory(q.dtype, [Q_STAGES] + q_rest.block_shape, q_rest.layout)
+    of_q = new_ring(q, STAGES, 2)
+    qs_rest = gl.allocate_shared_memory(q.dtype, [STAGES] + q_rest.block_shape, q_rest.layout)
     of_d_out = new_ring(d_out, STAGES, 2)
-    vectors = gl.allocate_shared_memory(gl.float32, [2 * Q_STAGES] + of_rows.block_shape, of_rows.layout)
+    vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
     ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
     ks_rest = gl.allocate_shared_memory(k.dtype, [2] + k_rest.block_shape, k_rest.layout)
     vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
@@ -204,9 +205,9 @@ def wide_key_gradient(
     sizes = queries, keys, heads, group, tiles, own
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes, FIRST, ROWS, Q_STAGES, STAGES)),
-            (_differentiate, (rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes, SECOND, ROWS, Q_STAGES, STAGES)),
-            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS, Q_STAGES, STAGES)),
+            (_differentiate, (rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes, FIRST, ROWS, STAGES)),
+            (_differentiate, (rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes, SECOND, ROWS, STAGES)),
+            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from onchip.attention.problem import AttentionProblem
-from onchip.attention.triton.launches import HALF, ROWS, Masked, by_head, programs, walk
+from onchip.attention.triton.launches import HALF, Masked, by_head, programs, walk
 from onchip.attention.triton.problem import TILE, padded, tiles_of
 from onchip.attention.triton.wide_forward import attend_wide
 from onchip.attention.triton.wide_key_gradient import wide_key_gradient
@@ -14,8 +14,10 @@ from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descripto
 
 # Columns of a block of values; blocks of q and k have as many, then the rest.
 VALUES, REST = 128, 64
-# Keys of a block, for the gradient of queries, and blocks in the rings.
-KEYS, K_STAGES, V_STAGES = 64, 3, 3
+# Keys of a block, for the gradient of queries.
+KEYS = 64
+# Queries of a block, for the gradients of keys and values, and blocks in the rings.
+ROWS, STAGES = 32, 4
 
 
 def forward(
@@ -37,8 +39,7 @@ def gradient_of_queries(
     arguments = {
         **_parts("q", q, HALF), "d_out": by_head(d_out, HALF, VALUES), **_parts("k", k, KEYS),
         "v": by_head(v, KEYS, VALUES), "grad_q": by_head(grad_q, HALF, REST), "of_rows": of_rows,
-        "padded": padded(p.queries), **walk(p, m, scale, softcap, _COLUMNS),
-        "KEYS": KEYS, "K_STAGES": K_STAGES, "V_STAGES": V_STAGES,
+        "padded": padded(p.queries), **walk(p, m, scale, softcap, _COLUMNS), "KEYS": KEYS,
     }  # fmt: skip
     return Launch(wide_query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
@@ -55,7 +56,7 @@ def gradient_of_keys(
         "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
-        "own": int(len(m.start) > 1), "ROWS": ROWS, "Q_STAGES": 3, "STAGES": 2,
+        "own": int(len(m.start) > 1), "ROWS": ROWS, "STAGES": STAGES,
     }  # fmt: skip
     grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
     return Launch(wide_key_gradient, grid, arguments, registers=ALL_REGISTERS)

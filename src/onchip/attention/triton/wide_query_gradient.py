@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.attention.triton.common import (
+    ENTRIES,
     FEW_REGISTERS,
     HALF,
     LOG2E,
@@ -33,14 +34,25 @@ from onchip.attention.triton.common import (
     place,
     product_of_wide,
     products_layout,
-    query_range,
     seen_blocks,
 )
 from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 
 @gluon.jit
-def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):  # fmt: skip
+def _range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
+    """As `query_entry`, for two groups and blocks of fewer keys than the table's."""
+    at = table + (of_mask * entries + t * 2) * ENTRIES
+    other = table + (of_mask * entries + min(t * 2 + 1, entries - 1)) * ENTRIES
+    least, most = min(gl.load(at + 4), gl.load(other + 4)), max(gl.load(at + 5), gl.load(other + 5))
+    full_first = gl.cdiv(max(gl.load(at + 6), gl.load(other + 6)), KEYS)
+    full_last = min(gl.load(at + 7), gl.load(other + 7)) // KEYS
+    first = min(least // KEYS, gl.cdiv(keys, KEYS) - 1)
+    return first, max(gl.cdiv(most, KEYS), first + 1), full_first, full_last
+
+
+@gluon.jit
+def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr, STAGES: gl.constexpr):
     of_q, qs_rest, d_outs, of_k, ks_rest, of_v, _ = rings
     qs, q_full, q_empty = of_q
     ks, k_full, k_empty = of_k
@@ -52,11 +64,12 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr
     for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
-        first, last, _first, _last = query_range(table, t, b * own, entries, keys, KEYS)
+        first, last, _first, _last = _range(table, t, b * own, entries, keys, KEYS)
         j, blocks = seen_blocks(stops, b * own, keys, first, last, t * TILE, KEYS)
         for m in range(blocks):
-            s = step % K_STAGES
-            mbarrier.wait(k_empty.index(s), ((step // K_STAGES) & 1) ^ 1)
+            s = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(k_empty.index(s), phase ^ 1)
             mbarrier.expect(k_full.index(s), KEYS * WIDE * 2)
             copy_in(k, [b, h // group, j * KEYS, 0], k_full.index(s), ks.index(s))
             copy_in(k_rest, [b, h // group, j * KEYS, VALUES], k_full.index(s), ks_rest.index(s))
@@ -68,8 +81,7 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr
                     copy_in(q, [b, h, row, 0], q_full.index(w), qs.index(w))
                     copy_in(q_rest, [b, h, row, VALUES], q_full.index(w), qs_rest.index(w))
                     copy_in(d_out, [b, h, row, 0], q_full.index(w), d_outs.index(w))
-            s = step % V_STAGES
-            mbarrier.wait(v_empty.index(s), ((step // V_STAGES) & 1) ^ 1)
+            mbarrier.wait(v_empty.index(s), phase ^ 1)
             mbarrier.expect(v_full.index(s), KEYS * VALUES * 2)
             copy_in(v, [b, h // group, j * KEYS, 0], v_full.index(s), vs.index(s))
             step += 1
@@ -80,7 +92,7 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr
 @gluon.jit
 def _differentiate(
     rings, grad_q, of_rows, mask, scale, softcap, sizes,
-    W: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    W: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, qs_rest, d_outs, of_k, ks_rest, of_v, staged = rings
     qs, q_full, q_empty = of_q
@@ -99,7 +111,7 @@ def _differentiate(
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
         of_mask = b * own
-        first, last, full_first, full_last = query_range(table, t, of_mask, entries, keys, KEYS)
+        first, last, full_first, full_last = _range(table, t, of_mask, entries, keys, KEYS)
         row = t * TILE + W * HALF + gl.arange(0, HALF, rows)
         at = of_mask.to(gl.int64) * queries + row
         at_row = of_rows + plane.to(gl.int64) * (2 * padded) + row
@@ -111,11 +123,12 @@ def _differentiate(
         mbarrier.wait(q_full.index(W), count & 1)
         j, blocks = seen_blocks(stops, of_mask, keys, first, last, t * TILE, KEYS)
         for m in range(blocks):
-            s, of_values = step % K_STAGES, step % V_STAGES
-            mbarrier.wait(k_full.index(s), (step // K_STAGES) & 1)
+            s = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(k_full.index(s), phase)
             x = product_of_wide(q, q_rest, ks.index(s), ks_rest.index(s), zeros)
-            mbarrier.wait(v_full.index(of_values), (step // V_STAGES) & 1)
-            y = warpgroup_mma(d_out, matrix(vs.index(of_values)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(s), phase)
+            y = warpgroup_mma(d_out, matrix(vs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
             if softcap is not None:
                 x = capped(x, scale, softcap)
@@ -123,7 +136,7 @@ def _differentiate(
             if hides_some(stops, of_mask, keys, j, full_first, full_last, t * TILE + W * HALF, KEYS):
                 p = gl.where(are_seen(j, start, end, stop, row, of_mask, keys, KEYS), p, 0.0)
             y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
-            mbarrier.arrive(v_empty.index(of_values), count=1)
+            mbarrier.arrive(v_empty.index(s), count=1)
             mbarrier.arrive(q_empty.index(W), count=1, pred=m == blocks - 1)
             d_scores = p * (y - delta[:, None])
             if softcap is not None:
@@ -154,15 +167,15 @@ def _differentiate(
 def wide_query_gradient(
     q, q_rest, d_out, k, k_rest, v, grad_q, of_rows, start, end, stop, table, stops, scale, softcap,
     queries, keys, padded, heads, group, planes, tiles, entries, own, section,
-    KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`; `q_rest` is q in blocks of the last 64 columns, like `k_rest`."""
     of_q = new_ring(q, 2, 1)
     qs_rest = gl.allocate_shared_memory(q.dtype, [2] + q_rest.block_shape, q_rest.layout)
     d_outs = gl.allocate_shared_memory(d_out.dtype, [2] + d_out.block_shape, d_out.layout)
-    of_k = new_ring(k, K_STAGES, 2)
-    ks_rest = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k_rest.block_shape, k_rest.layout)
-    of_v = new_ring(v, V_STAGES, 2)
+    of_k = new_ring(k, STAGES, 2)
+    ks_rest = gl.allocate_shared_memory(k.dtype, [STAGES] + k_rest.block_shape, k_rest.layout)
+    of_v = new_ring(v, STAGES, 2)
     staged = gl.allocate_shared_memory(grad_q.dtype, [2] + grad_q.block_shape, grad_q.layout)
     fence_async_shared()
     barrier()
@@ -173,9 +186,9 @@ def wide_query_gradient(
     sizes = queries, keys, padded, heads, group, planes, tiles, entries, own, section
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, KEYS, K_STAGES, V_STAGES)),
-            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, KEYS, K_STAGES, V_STAGES)),
-            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS, K_STAGES, V_STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, KEYS, STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, KEYS, STAGES)),
+            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],
