@@ -78,8 +78,8 @@ def refusal(
     reason = device_refusal(device.type, device.index, dtype)
     if reason is None and problem.is_wide(p) and not has_gluon(describe(device).capability):
         reason = (
-            f"on GPUs that aren't Hopper it takes heads of up to {problem.LARGEST_HEAD} numbers, not {p.size}; pass "
-            "backend='plain'"
+            f"without the Gluon kernels for Hopper its heads have at most {problem.LARGEST_HEAD} numbers, not "
+            f"{p.size}; pass backend='plain'"
         )
     return reason or problem.refusal(
         p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, backward=backward, sinks=sinks
