@@ -1,6 +1,8 @@
 """Losses whose vocabulary is sharded over processes, compared with the same losses in one process."""
 
+import multiprocessing
 import os
+import pickle
 import time
 import traceback
 import warnings
@@ -12,6 +14,10 @@ from torch.testing import assert_close
 
 from all_cards import all_cards, count
 from interpreter import speed_up
+
+# What every rank would import for seconds: a process that has done so is copied.  Triton must not be among it: it reads
+# TRITON_INTERPRET when it is imported.
+IMPORTED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "onchip.torch", "pytest"]
 
 
 def spawn(tmp_path, ranks, checks, timeout=60):
@@ -29,12 +35,27 @@ def spawn_on_gpus(tmp_path, checks, timeout=60):
 
 
 def _spawn(tmp_path, ranks, checks, timeout, backend):
-    torch.multiprocessing.spawn(_run, (str(tmp_path), ranks, checks, timeout, backend), nprocs=ranks)
+    start(_checked, ranks, str(tmp_path), ranks, checks, timeout, backend)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
     assert not any(said), "\n".join(said)
 
 
-def _run(rank, folder, ranks, checks, timeout, backend):
+def start(run, ranks, *arguments):
+    """Call run(rank, *arguments) in so many processes; raise what the first that failed raised."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    given = dict(os.environ), pickle.dumps((run, arguments))
+    torch.multiprocessing.start_processes(_started, given, nprocs=ranks, start_method="forkserver")
+
+
+def _started(rank, environment, called):
+    """With the environment of now, not of when the first ranks were started, before what reads it is imported."""
+    os.environ.clear()
+    os.environ.update(environment)
+    run, arguments = pickle.loads(called)
+    run(rank, *arguments)
+
+
+def _checked(rank, folder, ranks, checks, timeout, backend):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET"):
