@@ -8,29 +8,22 @@ import functools
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 import traceback
 import warnings
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from processes import run_script
+
 
 def run_all(script, names):
     """What the checks `names` of a script said, "" or a traceback, and what its process said at last if it failed."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(script).parent), *filter(None, sys.path)]),
-    }
-    command = [sys.executable, str(script), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    outcomes = map(json.loads, done.stdout.splitlines())
-    return {x["name"]: x["error"] for x in outcomes}, done.stderr[-4000:] if done.returncode else ""
+    code, said, errors = run_script(script, names, os.environ | {"TRITON_INTERPRET": "1"}, 900)
+    outcomes = map(json.loads, said.splitlines())
+    return {x["name"]: x["error"] for x in outcomes}, errors[-4000:] if code else ""
 
 
 def registering(checks):
@@ -107,7 +100,7 @@ def main(checks, names):
     torch.set_num_threads(1)
     speed_up()
     # Fills what torch.empty and its kin return with NaN, and with the largest integer.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # unlike use_deterministic_algorithms, imports no compiler for a second
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
     for name in names or checks:

@@ -1,8 +1,6 @@
 """Losses whose vocabulary is sharded over processes, compared with the same losses in one process."""
 
-import multiprocessing
 import os
-import pickle
 import time
 import traceback
 import warnings
@@ -14,10 +12,7 @@ from torch.testing import assert_close
 
 from all_cards import all_cards, count
 from interpreter import speed_up
-
-# What every rank would import for seconds: a process that has done so is copied.  Triton must not be among it: it reads
-# TRITON_INTERPRET when it is imported.
-IMPORTED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "onchip.torch", "pytest"]
+from processes import start
 
 
 def spawn(tmp_path, ranks, checks, timeout=60):
@@ -38,21 +33,6 @@ def _spawn(tmp_path, ranks, checks, timeout, backend):
     start(_checked, ranks, str(tmp_path), ranks, checks, timeout, backend)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
     assert not any(said), "\n".join(said)
-
-
-def start(run, ranks, *arguments):
-    """Call run(rank, *arguments) in so many processes; raise what the first that failed raised."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    given = dict(os.environ), pickle.dumps((run, arguments))
-    torch.multiprocessing.start_processes(_started, given, nprocs=ranks, start_method="forkserver")
-
-
-def _started(rank, environment, called):
-    """With the environment of now, not of when the first ranks were started, before what reads it is imported."""
-    os.environ.clear()
-    os.environ.update(environment)
-    run, arguments = pickle.loads(called)
-    run(rank, *arguments)
 
 
 def _checked(rank, folder, ranks, checks, timeout, backend):

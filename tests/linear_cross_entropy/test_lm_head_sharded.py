@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from all_cards import count, spawned
 from onchip.torch import LMHead, lm_jsd, lm_log_probs, lm_loss
-from sharded import start
+from processes import start
 
 VOCAB, HIDDEN = 61, 16
 
