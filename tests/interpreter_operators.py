@@ -18,6 +18,19 @@ FLOATS = {id(x): np.dtype(y) for x, y in ((tl.float16, np.float16), (tl.float32,
 WIDE = {x: y for x, y in FLOATS.items() if x != id(tl.float16)}
 MASKS = {id(tl.int1): np.dtype(bool)}
 NUMBERS = WHOLE | FLOATS
+# Of two dtypes, the one that both are computed in, as NumPy does too.
+WIDER = {
+    (id(x), id(y)): wide
+    for narrow, wide in ((tl.int32, tl.int64), (tl.float16, tl.float32))
+    for x, y in ((narrow, wide), (wide, narrow))
+}
+CASTS = {
+    (id(x), id(y)): NUMBERS[id(y)]
+    for x, y in (
+        (tl.int32, tl.int64), (tl.int64, tl.int32), (tl.int1, tl.int32), (tl.int32, tl.float32),
+        (tl.float16, tl.float32), (tl.float32, tl.float16),
+    )
+}  # fmt: skip
 # By the name of a method: what computes it, for which dtypes, and whether it says yes or no.
 OPERATORS = {
     "__add__": (np.add, NUMBERS, False),
@@ -63,10 +76,12 @@ def type_of(x, y, element, made):
         return x
     of_x, of_y = x.__class__ is block, y.__class__ is block
     if of_x and of_y:
-        if x.shape is y.shape:
-            return x
-        return block(element, list(made.shape)) if len(x.shape) == len(y.shape) else None
-    return x if of_x or not of_y else y
+        if x.shape is not y.shape:
+            return block(element, list(made.shape)) if len(x.shape) == len(y.shape) else None
+    elif not of_x and not of_y:
+        return element
+    larger = x if of_x else y
+    return larger if larger.element_ty is element else block(element, larger.shape)
 
 
 def in_one_step(name, old):
@@ -84,7 +99,10 @@ def in_one_step(name, old):
         if key in dtypes:
             x, right = self.handle.data, None
             if kind is tensor:
-                if other.dtype is dtype:
+                if other.dtype is not dtype:
+                    dtype = WIDER.get((key, id(other.dtype)))
+                    key = id(dtype)
+                if key in dtypes:
                     right, other_type = other.handle.data, other.type
             elif kind is int or kind is float:
                 right, other_type = known(other, kind, key), dtype
@@ -99,13 +117,7 @@ def in_one_step(name, old):
             handle = self.handle
             size = max(1, handle.get_element_ty().primitive_bitwidth // 8)
             made = handle.data + size * other.handle.data.astype(np.uint64)
-            of_x, of_y = self.type.__class__ is block, other.type.__class__ is block
-            if not of_y:
-                type = self.type
-            elif not of_x:
-                type = block(dtype, other.type.shape)
-            else:
-                type = type_of(self.type, other.type, dtype, made)
+            type = type_of(self.type, other.type, dtype, made)
             if type is not None:
                 return tensor(Handle(made, dtype), type)
         return old(self, other, **options)
@@ -140,7 +152,7 @@ def with_semantic(member, semantic):
 def put():
     """In place of the interpreter's own, in this process."""
     known, own_equal, own_unwrap = {}, core.dtype.__eq__, core._unwrap_if_constexpr
-    own_check, own_to_tensor = (getattr(interpreter.TritonSemantic, x) for x in CHANGED)
+    own_check, own_to_tensor, own_cast = (getattr(interpreter.TritonSemantic, x) for x in CHANGED)
     plain = {int, float, bool, str, tensor, core.dtype, type(None)}
 
     def patch_builtin(pkg, builder, scope):
@@ -157,6 +169,14 @@ def put():
 
     def to_tensor(self, x, check_type=True):
         return x if x.__class__ is tensor else own_to_tensor(self, x, check_type)
+
+    def cast(self, input, dst_ty, fp_downcast_rounding=None):
+        source, wanted = input.dtype, dst_ty.scalar
+        numpy = CASTS.get((id(source), id(wanted))) if fp_downcast_rounding is None else None
+        if numpy is None:
+            return own_cast(self, input, dst_ty, fp_downcast_rounding)
+        type = block(wanted, input.type.shape) if input.type.__class__ is block else wanted
+        return tensor(Handle(input.handle.data.astype(numpy), wanted), type)
 
     def check(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if lhs.__class__ is rhs.__class__ is tensor and not div_or_mod:
@@ -184,9 +204,9 @@ def put():
     of = dict.fromkeys(whole, kinds.INTEGRAL) | dict.fromkeys(floats, kinds.FLOATING) | {"int1": kinds.BOOLEAN}
     core.dtype.kind = lambda self: of[self.name]
     interpreter._patch_builtin, core._unwrap_if_constexpr = patch_builtin, unwrap
-    for name, changed in zip(CHANGED, (check, to_tensor), strict=True):
+    for name, changed in zip(CHANGED, (check, to_tensor, cast), strict=True):
         setattr(interpreter.TritonSemantic, name, changed)
     Handle.__init__ = start_handle
 
 
-CHANGED = ("binary_op_type_checking_impl", "to_tensor")
+CHANGED = ("binary_op_type_checking_impl", "to_tensor", "cast")

@@ -38,7 +38,9 @@ def results(names):
     scope = {"tl": interpreter.tl}
     exec("def kernel(): pass", scope)
     patched, made = interpreter._patch_lang(scope["kernel"]), []
-    for name, a, b in itertools.product(names, operands(LEFT), operands(RIGHT)):
+    pairs = [*itertools.product(names, operands(LEFT), operands(RIGHT))]
+    pairs += itertools.product(["to"], operands(LEFT), (getattr(interpreter.tl, x) for x in DTYPES[:-1]))
+    for name, a, b in pairs:
         if not isinstance(a, interpreter.tl.core.tensor):
             continue
         try:
