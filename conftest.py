@@ -4,6 +4,7 @@ import gc
 import os
 import shlex
 
+import pytest
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
@@ -32,6 +33,14 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Nor need it look again through what the tests of other files left."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def run_commands(example: Example) -> str | None:
