@@ -18,8 +18,11 @@ IMPORTED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "onch
 
 def start(run, ranks, *arguments):
     """Call run(rank, *arguments) in so many processes; raise what the first that failed raised."""
-    _ready()
-    torch.multiprocessing.start_processes(_rank, _given(run, arguments), nprocs=ranks, start_method="forkserver")
+    # CUDA can't be used in a copy of a process that has counted devices, as an import might.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    if method == "forkserver":
+        _ready()
+    torch.multiprocessing.start_processes(_rank, _given(run, arguments), nprocs=ranks, start_method=method)
 
 
 def run_script(script, arguments, environment, seconds):
