@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
+from onchip.core.sizes import LOSS_DTYPE_BYTES, MIB, accumulator, up
 from onchip.vocab import memory
 from onchip.vocab.chunks import Planner, default_scratch, even_chunk, largest
 
@@ -142,6 +142,106 @@ def jax_scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class JsdMosaicPlan:
+    """How the 'mosaic_gpu' backend computes a call with heads."""
+
+    kept: bool
+    """Whether the gradients by logits of all tokens are kept from forward to backward, in 16 bits."""
+    chunk: int
+    """Tokens of a chunk."""
+
+
+def mosaic_refusal(p: JsdProblem, platform: str) -> str | None:
+    """Why the 'mosaic_gpu' backend can't serve the call, whatever the GPU, or None; `platform` is JAX's."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if p.topk:
+        return "it takes a teacher with all logits, not teacher_topk; pass backend='xla'"
+    for who, h in (("student", p.student), ("teacher", p.teacher)):
+        if h.dtype == "float64":
+            return "it takes no float64; pass backend='xla', or 'auto'"
+        if h.hidden and h.dtype != "bfloat16":
+            return f"its products take bfloat16; the {who}'s are in {h.dtype}"
+    if p.student.hidden and not p.teacher.hidden and p.teacher.grad_hidden:
+        return "it gives no gradient to a linear student's teacher_logits; pass backend='xla'"
+    if p.vocab % 8 or p.vocab < 128:
+        return f"it needs V to be a multiple of 8 from 128 on; got V={p.vocab}"
+    return None
+
+
+# What cuBLAS works in.
+WORKSPACE = 32 * MIB
+# Tokens of a chunk that keeps an H100 busy: with gradients kept or not, where sums are added to for each chunk.
+MOSAIC_USEFUL = {True: 512, False: 1024}
+# Chunks are multiples of this, as cuBLAS's tiles are.
+MOSAIC_TILE = 128
+
+
+def mosaic_scratch_parts(p: JsdProblem, c: JsdMosaicPlan) -> dict[str, int]:
+    """Bytes that XLA allocates beyond arguments and results in a jitted step on the 'mosaic_gpu' backend, part by
+    part."""
+    vectors = {"vectors": 4 * (32 * p.tokens + 4 * p.vocab)}
+    if not p.layers:
+        return vectors
+    rows = up(p.tokens, c.chunk)
+    forward = {"logits": 0, "logits' gradients of a chunk": 0, "hidden rows": 0}
+    backward = dict.fromkeys(("hidden gradients in float32", "hidden rows of all tokens"), 0)
+    kept = sums = 0
+    for h in (p.student, p.teacher):
+        forward["logits"] += (4 if h.hidden else LOSS_DTYPE_BYTES[h.dtype]) * c.chunk * p.vocab
+        forward["hidden rows"] += 2 * c.chunk * h.hidden
+        if not h.any_grad:
+            continue
+        if c.kept:
+            kept += 2 * rows * p.vocab
+            backward["hidden gradients in float32"] += 8 * rows * h.hidden if h.grad_hidden else 0
+            backward["hidden rows of all tokens"] += 4 * rows * h.hidden if h.grad_weight else 0
+        else:
+            forward["logits' gradients of a chunk"] += 2 * c.chunk * p.vocab
+            sums += 8 * rows * h.hidden if h.grad_hidden else 0
+            sums += 8 * h.vocab * h.hidden if h.grad_weight else 0
+    half = max((forward, backward), key=lambda x: sum(x.values()))
+    return half | {"kept": kept, "gradients in float32": sums, "cuBLAS": WORKSPACE} | vectors
+
+
+def _mosaic_planner() -> Planner[JsdMosaicPlan]:
+    """The plan that moves the fewest bytes between products: weights are read, and sums added to, for each chunk."""
+
+    def scratch(p: JsdProblem, c: JsdMosaicPlan) -> int:
+        return sum(mosaic_scratch_parts(p, c).values())
+
+    def ways(p: JsdProblem) -> tuple[bool, ...]:
+        # What needs neither sums of the weight's size nor logits a second time needs nothing kept.
+        return (True, False) if any(h.any_grad and (h.grad_weight or not p.stash) for h in p.layers) else (False,)
+
+    def candidates(p: JsdProblem) -> Iterator[JsdMosaicPlan]:
+        most = -(-p.tokens // MOSAIC_TILE)
+        counts = {*range(1, min(most, 64) + 1), *(most >> k for k in range(max(0, most.bit_length() - 6)))}
+        chunks = {min(p.tokens, up(-(-p.tokens // count), MOSAIC_TILE)) for count in counts}
+        for kept in ways(p):
+            for chunk in (*chunks, min(p.tokens, SMALLEST)):
+                yield JsdMosaicPlan(kept, chunk)
+
+    def cost(p: JsdProblem, c: JsdMosaicPlan) -> float:
+        moved = sum(2 * h.vocab * h.hidden * (1 if c.kept or not h.any_grad else 2) for h in p.layers)
+        moved += 0 if c.kept else sum(8 * h.vocab * h.hidden for h in p.layers if h.grad_weight)
+        # Without sums, backward computes logits again.
+        return moved * -(-p.tokens // c.chunk) * (1 if c.kept or p.stash else 2)
+
+    def least(p: JsdProblem, chunk: dict[bool, int]) -> int:
+        return min(scratch(p, JsdMosaicPlan(kept, min(p.tokens, chunk[kept]))) for kept in ways(p))
+
+    return Planner(
+        mosaic_scratch_parts,
+        lambda p, strategy, budget: candidates(p),
+        cost=cost,
+        least=lambda p, strategy: least(p, {True: SMALLEST, False: SMALLEST}),
+        default=lambda p, strategy: default_scratch(logits_bytes(p), least(p, MOSAIC_USEFUL)),
+        needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab}: the smallest chunk needs",
+    )
+
+
 def _planner(parts: Callable[[JsdProblem, int], dict[str, int]]) -> Planner[int]:
     """The plan, which is a chunk's number of tokens: the fewest even chunks that fit."""
 
@@ -163,4 +263,5 @@ def _planner(parts: Callable[[JsdProblem, int], dict[str, int]]) -> Planner[int]
 
 
 PLANNER, JAX_PLANNER = _planner(scratch_parts), _planner(jax_scratch_parts)
+MOSAIC_PLANNER = _mosaic_planner()
 plan, jax_plan, scratch_bytes = PLANNER.plan, JAX_PLANNER.plan, PLANNER.scratch_bytes

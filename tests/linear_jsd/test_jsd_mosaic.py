@@ -1,0 +1,213 @@
+"""The 'mosaic_gpu' backend of linear_jsd and jsd, on the CPU: its kernels interpreted and lowered for CUDA, and the
+walks around them with stand-ins."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jsd_mosaic import forget, gradients, softmax, stand_in, terms
+
+from linear_cross_entropy.small_mosaic import INTERPRETER, reference_to
+from onchip.core.sizes import MIB
+from onchip.frontend.topk import TopK
+from onchip.jax import jsd, linear_jsd
+from onchip.ops.linear_jsd import memory, mosaic_kernels, mosaic_walk
+from onchip.ops.linear_jsd.cases import CHECK_CASES
+from onchip.ops.linear_jsd.checks import CHECKER
+from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
+from onchip.ops.linear_jsd.mosaic_kernels import JsdHard, Tuning
+from onchip.ops.linear_jsd.spec import JsdOptions
+from shared import assert_within_bounds
+
+# With a vocabulary that the kernels take.
+CASES = [replace(c, vocab=504) for c in CHECK_CASES if 1 < c.vocab < 10_000 and c.teacher in ("hidden", "logits")]
+OF_LOGITS = [c for c in CASES if c.student == "logits"]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    stand_in(monkeypatch)
+    yield monkeypatch
+    forget()
+
+
+def assert_near(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=tolerance, atol=tolerance)
+
+
+# --------------------------------------------------------------------------------------------------------- the kernels
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(mosaic_kernels, "TUNING", dict.fromkeys(mosaic_kernels.TUNING, Tuning(2, 2, 1)))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("beta", "vocab", "dtypes", "hard"),
+    [
+        (0.5, 2600, ("bfloat16", "float32"), False),  # blocks of 1024, strips of 512, and a strip that overlaps
+        (0.3, 136, ("float32", "float32"), True),
+        (0.0, 1024, ("float16", "bfloat16"), False),
+        (1.0, 1024, ("bfloat16", "bfloat16"), True),
+    ],
+)
+def test_kernels_interpreted(beta, vocab, dtypes, hard):
+    """They compute what their stand-ins do, which the walks below are compared with the oracle by."""
+    rng = np.random.default_rng(0)
+    z, u = (jnp.asarray(rng.normal(size=(5, vocab)) * 3, dtype) for dtype in dtypes)
+    z, u = z.at[0, 3].set(-jnp.inf).at[1, :7].set(-jnp.inf), u.at[0, 3:5].set(-jnp.inf)
+    token = jnp.array([0, 1, -1, 3, 4], jnp.int32)
+    label = jnp.array([vocab - 1, 9, 0, 2, 5], jnp.int32) if hard else None
+    options = JsdOptions(beta=beta, temperature=1.5, hard_weight=0.2 * hard)
+    row = jnp.linspace(0.5, 1.5, 5)
+    means = beta != 0, beta != 1
+
+    def run(softmax, terms, gradients, **how):
+        both = softmax(z, token, label, 1.5, **how), softmax(u, token, None, 1.5, **how)
+        found = terms(z, u, token, both, options, means=means, **how)
+        of_hard = JsdHard(label, row, row, -row) if hard else None
+        arguments = z, u, token, both, found[1:], (row, 2 * row), of_hard, options
+        made = gradients(*arguments, dtypes=(jnp.float32, jnp.bfloat16), **how)
+        refs = reference_to(jnp.ones((9, vocab), jnp.bfloat16))
+        gradients(*arguments, (None, refs), jnp.array([3], jnp.int32), (jnp.float32, None), **how)
+        counted = [jnp.where(token < 0, 0, x) for x in jax.tree.leaves((both, found))]
+        return counted, made, jax.freeze(refs)
+
+    of = mosaic_kernels
+    made = jax.jit(partial(run, of.softmax, of.terms, of.gradients, interpret=INTERPRETER))()
+    right = jax.jit(partial(run, softmax, terms, gradients))()
+    assert_near(made[0], right[0], 2e-6)
+    assert_near(made[1:], right[1:], 2**-7)
+    np.testing.assert_allclose(made[1][0], right[1][0], rtol=1e-5, atol=1e-6)
+    assert not made[1][0][2].any()
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("vocab", [128, 520, 128256])
+def test_kernels_lower(vocab, dtypes):
+    options = JsdOptions(beta=0.3, hard_weight=0.2)
+    z, u = (jax.ShapeDtypeStruct((300, vocab), dtype) for dtype in dtypes)
+    integer, number = (jax.ShapeDtypeStruct((300,), dtype) for dtype in ("int32", "float32"))
+
+    def run(z, u, token, x):
+        of = mosaic_kernels
+        both = of.softmax(z, token, token, 1.0), of.softmax(u, token, None, 1.0)
+        found = of.terms(z, u, token, both, options)
+        return of.gradients(z, u, token, both, found[1:], (x, x), JsdHard(token, x, x, x), options, dtypes=dtypes)
+
+    text = jax.jit(run).trace(z, u, integer, number).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 4
+
+
+# ----------------------------------------------------------------------------------------------------------- the walks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("on_hopper")
+def test_walks(case):
+    assert_within_bounds(CHECKER.check_case(case, "bfloat16", "cpu", backend="mosaic_gpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("case", OF_LOGITS, ids=str)
+@pytest.mark.usefixtures("on_hopper")
+def test_walks_of_logits(case, dtype):
+    assert_within_bounds(CHECKER.check_case(case, dtype, "cpu", backend="mosaic_gpu"))
+
+
+def heads(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    shapes = (2, 50, 16), (136, 16), (2, 50, 24), (136, 24)
+    return [jnp.asarray(rng.standard_normal(s) * (1 if len(s) == 3 else 0.5), dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("argnums", [(0, 1), (0,), (1,), (0, 1, 2, 3)])
+def test_ways(reduction, argnums, on_hopper):
+    """Chunks change nothing, kept or not, nor does what else needs a gradient."""
+    arrays, y = heads(), jnp.arange(100).reshape(2, 50).at[0, :30].set(-100)
+    g = jnp.linspace(0.5, 1.5, 100).reshape(2, 50)
+
+    def run(backend):
+        f = partial(linear_jsd, labels=y, beta=0.3, reduction=reduction, teacher_grad=True, backend=backend)
+        return jax.value_and_grad(lambda *a: (f(*a) * (g if reduction == "none" else 3)).sum(), argnums)(*arrays)
+
+    plain = run("xla")
+    for kept in (True, False):
+        of = JsdMosaicPlan(kept, 16)
+        on_hopper.setattr(mosaic_walk, "plan", lambda *_, of=of: of)
+        forget()
+        assert_near(run("mosaic_gpu"), plain, 2**-6)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_transformations():
+    arrays = heads()
+    call = partial(linear_jsd, backend="mosaic_gpu")
+    each = jax.vmap(lambda h, w, x, v: jax.grad(call, (0, 1))(h, w, x, v), (0, None, 0, None))(*arrays)
+    for i in range(2):
+        one = jax.grad(call, (0, 1))(arrays[0][i], arrays[1], arrays[2][i], arrays[3])
+        assert_near([x[i] for x in each], one, 2**-7)
+    z, u = jnp.ones((2, 3, 128)), jnp.linspace(0, 1, 768).reshape(2, 3, 128)
+    assert jax.vmap(partial(jsd, backend="mosaic_gpu"))(z, u).shape == (2,)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_equal_models_cost_exactly_nothing(beta):
+    h, w, _, _ = heads()
+    op = partial(linear_jsd, beta=beta, temperature=0.7, teacher_grad=True, backend="mosaic_gpu")
+    assert all(not x.any() for x in jax.tree.leaves(jax.value_and_grad(op, (0, 1, 2, 3))(h, w, h, w)))
+
+
+# ---------------------------------------------------------------------------------------------------- plans, refusals
+
+
+def problem(tokens, hidden, vocab=128256, **how):
+    student = Head(tokens, hidden, vocab, "bfloat16", device="cuda", grad_hidden=True, grad_weight=True)
+    teacher = replace(student, hidden=4096, grad_hidden=False, grad_weight=False)
+    return JsdProblem(vocab, student, teacher, **({"stash": True} | how))
+
+
+def test_plans():
+    def plan(p, budget=None):
+        made = memory.MOSAIC_PLANNER.plan(p, "", budget)
+        assert memory.MOSAIC_PLANNER.scratch_bytes(p, made) <= (budget or 1 << 62)
+        return made
+
+    assert plan(problem(4096, 4096)) == JsdMosaicPlan(True, 512)
+    assert not plan(problem(65536, 2048)).kept  # logits' gradients would take more than sums
+    assert plan(problem(65536, 2048), 40 << 30).kept
+    assert plan(problem(65536, 2048, stash=False), 2 << 30).chunk < 512
+    with pytest.raises(ValueError, match="the smallest chunk needs"):
+        plan(problem(4096, 4096), 64 * MIB)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_refusals():
+    h, w, x, v = heads()
+    call = partial(linear_jsd, backend="mosaic_gpu")
+    topk = TopK(jnp.zeros((2, 50, 1), int), jnp.full((2, 50, 1), -1.0), "log_probs", "tail")
+    u = jnp.ones((2, 50, 136))
+    for run, reason in (
+        (lambda: call(h, w, teacher_topk=topk), "all logits, not teacher_topk"),
+        (lambda: call(h.astype("float32"), w.astype("float32"), x, v), "the student's are in float32"),
+        (lambda: call(h, w, teacher_logits=u, teacher_grad=True), "no gradient to a linear student's teacher_logits"),
+        (lambda: call(h, w[:130], x, v[:130]), "V to be a multiple of 8 from 128 on; got V=130"),
+        (lambda: jsd(u[..., :64], u[..., :64], backend="mosaic_gpu"), "got V=64"),
+    ):
+        with pytest.raises(ValueError, match=f"backend 'mosaic_gpu' can't run this call: .*{reason}"):
+            run()
+    assert jsd(u[..., :64], u[..., :64]) == 0  # by 'xla'
+
+
+def test_it_runs_on_gpus():
+    u = jnp.ones((2, 128))
+    with pytest.raises(ValueError, match="it runs on NVIDIA GPUs, not on 'cpu'"):
+        jsd(u, u, backend="mosaic_gpu")
