@@ -265,13 +265,13 @@ def gradients(
     vectors = {name: x for name, x in vectors.items() if x is not None}
 
     def block(refs: Refs, b: _Block) -> None:
-        to = b.row + (0 if first is None else refs["first"][0])
         targets = [refs.get(f"{who}_gradient") for who in _MODELS]
+        to = [b.row if x is None else b.row + refs["first"][0] for x in into]
 
         def zeros(columns: Sequence[Any], new: Any, carry: Any) -> Any:
             for column in columns:
                 for k in wanted:
-                    b.store(targets[k], to, column, b.vectors(0.0)[0])
+                    b.store(targets[k], to[k], column, b.vectors(0.0)[0])
             return carry
 
         def of_row() -> None:
@@ -285,10 +285,10 @@ def gradients(
                         if hard is not None:
                             p = known["factor"] * jnp.exp2((x - known["shift"]) * LOG2E)
                             g = g + jnp.where(b.offset == known["label"] - column, known["at_label"], p)
-                        b.store(targets[0], to, column, g)
+                        b.store(targets[0], to[0], column, g)
                     if 1 in wanted:
                         g = _gradient(log_t, log_s, known.get("teacher_mean"), 1 - beta)
-                        b.store(targets[1], to, column, known["teacher_scale"] * g)
+                        b.store(targets[1], to[1], column, known["teacher_scale"] * g)
                 return carry
 
             b.over(step, None)
