@@ -33,7 +33,9 @@ def terms(student, teacher, token, softmaxes, options, *, means=(True, True)):
     beta = options.beta
     made = mosaic_kernels._terms(*_both(student, teacher, softmaxes, options), beta, nearly_equal(beta))
     term, by_s, by_t, s, t = (x.sum(1) for x in made)
-    return JsdTerms(*_counted(token, term * LN2, by_s / s if means[0] else None, by_t / t if means[1] else None))
+    of_means = (jnp.where(term == jnp.inf, term, by / p) if want else None
+                for by, p, want in ((by_s, s, means[0]), (by_t, t, means[1])))  # fmt: skip
+    return JsdTerms(*_counted(token, term * LN2, *of_means))
 
 
 def gradients(student, teacher, token, softmaxes, means, scales, hard, options, into=(None, None), first=None,
