@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jsd_mosaic import forget, gradients, softmax, stand_in, terms
+from jsd_mosaic import assert_certain_models, forget, gradients, softmax, stand_in, terms
 
 from linear_cross_entropy.small_mosaic import INTERPRETER, reference_to
 from onchip.core.sizes import MIB
@@ -25,6 +25,15 @@ from shared import assert_within_bounds
 # With a vocabulary that the kernels take.
 CASES = [replace(c, vocab=504) for c in CHECK_CASES if 1 < c.vocab < 10_000 and c.teacher in ("hidden", "logits")]
 OF_LOGITS = [c for c in CASES if c.student == "logits"]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def with_slow(cases, *quick):
+    """All of the cases, of which only these are quick."""
+    return [c if c.name in quick else slow(c) for c in cases]
 
 
 @pytest.fixture
@@ -51,10 +60,10 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("beta", "vocab", "dtypes", "hard"),
     [
-        (0.5, 2600, ("bfloat16", "float32"), False),  # blocks of 1024, strips of 512, and a strip that overlaps
+        slow(0.5, 2600, ("bfloat16", "float32"), False),  # blocks of 1024, strips of 512, and a strip that overlaps
         (0.3, 136, ("float32", "float32"), True),
-        (0.0, 1024, ("float16", "bfloat16"), False),
-        (1.0, 1024, ("bfloat16", "bfloat16"), True),
+        slow(0.0, 1024, ("float16", "bfloat16"), False),
+        slow(1.0, 1024, ("bfloat16", "bfloat16"), True),
     ],
 )
 def test_kernels_interpreted(beta, vocab, dtypes, hard):
@@ -108,14 +117,14 @@ def test_kernels_lower(vocab, dtypes):
 # ----------------------------------------------------------------------------------------------------------- the walks
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", with_slow(CASES, "everything", "masked vocab"), ids=str)
 @pytest.mark.usefixtures("on_hopper")
 def test_walks(case):
     assert_within_bounds(CHECKER.check_case(case, "bfloat16", "cpu", backend="mosaic_gpu"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("case", OF_LOGITS, ids=str)
+@pytest.mark.parametrize("case", with_slow(OF_LOGITS, "logits, beta 0.3"), ids=str)
 @pytest.mark.usefixtures("on_hopper")
 def test_walks_of_logits(case, dtype):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cpu", backend="mosaic_gpu"))
@@ -123,27 +132,71 @@ def test_walks_of_logits(case, dtype):
 
 def heads(dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
-    shapes = (2, 50, 16), (136, 16), (2, 50, 24), (136, 24)
+    shapes = (2, 50, 16), (520, 16), (2, 50, 24), (520, 24)
     return [jnp.asarray(rng.standard_normal(s) * (1 if len(s) == 3 else 0.5), dtype) for s in shapes]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("argnums", [(0, 1), (0,), (1,), (0, 1, 2, 3)])
-def test_ways(reduction, argnums, on_hopper):
-    """Chunks change nothing, kept or not, nor does what else needs a gradient."""
+WAYS = [JsdMosaicPlan("kept", 16), JsdMosaicPlan("summed", 16), JsdMosaicPlan("again", 16, 128)]
+
+
+@pytest.mark.parametrize("needs", [(0, 1, 4), *map(slow, ((0,), (1, 2, 3, 5)))], ids=str)
+@pytest.mark.parametrize(("way", "reduction", "layout"), [
+    (WAYS[0], "mean", "vh"),
+    (WAYS[1], "mean", "vh"),
+    (WAYS[2], "none", "vh"),
+    slow(WAYS[0], "none", "hv"),
+    slow(WAYS[1], "mean", "hv"),
+    slow(WAYS[2], "mean", "hv"),
+], ids=str)  # fmt: skip
+def test_ways(way, reduction, layout, needs, on_hopper):
+    """Whichever way, and in chunks, gradients are those of plain JAX."""
     arrays, y = heads(), jnp.arange(100).reshape(2, 50).at[0, :30].set(-100)
+    biases = [jnp.asarray(np.random.default_rng(1).standard_normal(520), jnp.bfloat16) for _ in range(2)]
     g = jnp.linspace(0.5, 1.5, 100).reshape(2, 50)
+    if layout == "hv":
+        arrays[1::2] = [x.T for x in arrays[1::2]]
 
-    def run(backend):
-        f = partial(linear_jsd, labels=y, beta=0.3, reduction=reduction, teacher_grad=True, backend=backend)
-        return jax.value_and_grad(lambda *a: (f(*a) * (g if reduction == "none" else 3)).sum(), argnums)(*arrays)
+    def run(backend, argnums):
+        f = partial(linear_jsd, labels=y, beta=0.3, hard_weight=0.2, reduction=reduction, teacher_grad=True,
+                    weight_layout=layout, backend=backend)  # fmt: skip
 
-    plain = run("xla")
-    for kept in (True, False):
-        of = JsdMosaicPlan(kept, 16)
-        on_hopper.setattr(mosaic_walk, "plan", lambda *_, of=of: of)
+        def loss(*a):
+            made = f(*a[:4], student_bias=a[4], teacher_bias=a[5])
+            return (made * (g if reduction == "none" else 3)).sum()
+
+        return jax.value_and_grad(loss, argnums)(*arrays, *biases)
+
+    on_hopper.setattr(mosaic_walk, "plan", lambda *_: way)
+    forget()
+    assert_near(run("mosaic_gpu", needs), run("xla", needs), 2**-6)
+
+
+@pytest.mark.parametrize("way", [*map(slow, WAYS[:2]), WAYS[2]], ids=str)
+def test_ways_beside_logits(way, on_hopper):
+    """With a teacher's logits that exist."""
+    h, w, *_ = heads()
+    u = jnp.asarray(np.random.default_rng(2).standard_normal((2, 50, 520)), jnp.bfloat16)
+    on_hopper.setattr(mosaic_walk, "plan", lambda *_: way)
+    forget()
+    step = [jax.grad(partial(linear_jsd, teacher_logits=u, backend=x), (0, 1)) for x in ("mosaic_gpu", "xla")]
+    assert_near(*(f(h, w) for f in step), 2**-6)
+
+
+def test_no_array_of_all_logits(on_hopper):
+    h, w, x, v = heads()
+
+    def text(way):
+        on_hopper.setattr(mosaic_walk, "plan", lambda *_: way)
         forget()
-        assert_near(run("mosaic_gpu"), plain, 2**-6)
+        return str(jax.make_jaxpr(jax.grad(partial(linear_jsd, backend="mosaic_gpu"), (0, 1)))(h, w, x, v))
+
+    assert "[112,520]" in text(WAYS[0])
+    assert all("[112,520]" not in text(way) for way in WAYS[1:])
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_certain_models():
+    assert_certain_models("mosaic_gpu")
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -159,7 +212,7 @@ def test_transformations():
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("beta", [*map(slow, (0.0, 1.0)), 0.3])
 def test_equal_models_cost_exactly_nothing(beta):
     h, w, _, _ = heads()
     op = partial(linear_jsd, beta=beta, temperature=0.7, teacher_grad=True, backend="mosaic_gpu")
@@ -175,18 +228,42 @@ def problem(tokens, hidden, vocab=128256, **how):
     return JsdProblem(vocab, student, teacher, **({"stash": True} | how))
 
 
-def test_plans():
-    def plan(p, budget=None):
-        made = memory.MOSAIC_PLANNER.plan(p, "", budget)
-        assert memory.MOSAIC_PLANNER.scratch_bytes(p, made) <= (budget or 1 << 62)
-        return made
+def planned(p, budget=None):
+    made = memory.MOSAIC_PLANNER.plan(p, "", budget)
+    budget = memory.MOSAIC_PLANNER.default(p, "") if budget is None else budget
+    assert memory.MOSAIC_PLANNER.scratch_bytes(p, made) <= budget
+    return made
 
-    assert plan(problem(4096, 4096)) == JsdMosaicPlan(True, 512)
-    assert not plan(problem(65536, 2048)).kept  # logits' gradients would take more than sums
-    assert plan(problem(65536, 2048), 40 << 30).kept
-    assert plan(problem(65536, 2048, stash=False), 4 << 30).chunk <= 512
+
+def test_plans():
+    assert planned(problem(4096, 4096), 1536 * MIB).way == "kept"
+    assert planned(problem(65536, 2048), 5 << 30).way == "summed"  # logits' gradients would take more than sums
+    assert planned(problem(65536, 2048), 40 << 30).way == "kept"
+    assert planned(problem(4096, 4096), 300 * MIB).way == "again"
+    assert planned(problem(4096, 4096, stash=False), 4 << 30).way == "kept"
+    frozen = problem(4096, 4096)
+    frozen = replace(frozen, student=replace(frozen.student, grad_weight=False))
+    assert planned(frozen, 256 * MIB).way == "summed"  # of hidden's size
+    nothing = replace(frozen, student=replace(frozen.student, grad_hidden=False))
+    assert planned(nothing, 128 * MIB).way == "forward"
     with pytest.raises(ValueError, match="the smallest chunk needs"):
-        plan(problem(4096, 4096), 64 * MIB)
+        planned(problem(4096, 4096), 64 * MIB)
+
+
+@pytest.mark.parametrize("stash", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(4096, 4096, 128256), (16384, 2048, 151936), (512, 576, 4096)])
+def test_default_is_an_eighth_of_the_logits(tokens, hidden, vocab, stash):
+    p = problem(tokens, hidden, vocab, stash=stash)
+    assert memory.MOSAIC_PLANNER.default(p, "") <= max(256 * MIB, memory.logits_bytes(p) // 8)
+    planned(p)
+
+
+def test_chunks_of_the_vocabulary():
+    for vocab in (128, 136, 520, 1000, 128256):
+        for columns in (128, 512, 4096):
+            whole, last = memory.vocab_chunks(vocab, min(vocab, columns))
+            assert whole * min(vocab, columns) + last == vocab
+            assert last == 0 or 128 <= last < columns + 128
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -194,7 +271,7 @@ def test_refusals():
     h, w, x, v = heads()
     call = partial(linear_jsd, backend="mosaic_gpu")
     topk = TopK(jnp.zeros((2, 50, 1), int), jnp.full((2, 50, 1), -1.0), "log_probs", "tail")
-    u = jnp.ones((2, 50, 136))
+    u = jnp.ones((2, 50, 520))
     for run, reason in (
         (lambda: call(h, w, teacher_topk=topk), "all logits, not teacher_topk"),
         (lambda: call(h.astype("float32"), w.astype("float32"), x, v), "the student's are in float32"),

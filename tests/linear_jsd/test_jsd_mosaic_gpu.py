@@ -1,16 +1,18 @@
 """linear_jsd and jsd on the 'mosaic_gpu' backend, compiled for a GPU: what the CPU can't show."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jsd_mosaic import assert_certain_models, forget
 
 from onchip.jax import jsd, linear_jsd
-from onchip.ops.linear_jsd import memory
+from onchip.ops.linear_jsd import memory, mosaic_walk
 from onchip.ops.linear_jsd.cases import JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
-from onchip.ops.linear_jsd.memory import Head, JsdProblem
+from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
 from shared import assert_within_bounds
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +27,7 @@ EVERYTHING |= {"options": {"beta": 0.3, "temperature": 1.5, "temperature_squared
         {},
         EVERYTHING,
         {"options": {"beta": 0.0, "reduction": "none"}},
-        {"options": {"beta": 1.0, "scratch_bytes": "64MiB"}},
+        {"options": {"beta": 1.0}},
         {"logit_std": 30.0},
         {"noise": 0.01, "teacher_hidden": 0},
         {"noise": 0.0, "teacher_hidden": 0},
@@ -48,7 +50,28 @@ def test_logits(changes, dtype, vocab):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="mosaic_gpu"))
 
 
-def test_memory_is_what_the_formula_says():
+WAYS = [JsdMosaicPlan("kept", 256), JsdMosaicPlan("summed", 512), JsdMosaicPlan("again", 256, 1024)]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request, monkeypatch):
+    monkeypatch.setattr(mosaic_walk, "plan", lambda *_: request.param)
+    forget()
+    yield request.param
+    forget()
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_ways(layout, way):
+    case = replace(CASE, **EVERYTHING)
+    assert_within_bounds(CHECKER.check_case(case, "bfloat16", "cuda", backend="mosaic_gpu", weight_layout=layout))
+
+
+def test_certain_models():
+    assert_certain_models("mosaic_gpu")
+
+
+def test_memory_is_what_the_formula_says(way):
     """And the same inputs give the same bits."""
     tokens, hidden, vocab = 3999, 1024, 32768
     keys = jax.random.split(jax.random.key(0), 4)
@@ -57,13 +80,10 @@ def test_memory_is_what_the_formula_says():
               for k, s in zip(keys, shapes, strict=True)]  # fmt: skip
     student = Head(tokens, hidden, vocab, "bfloat16", device="cuda", grad_hidden=True, grad_weight=True)
     p = JsdProblem(vocab, student, replace(student, grad_hidden=False, grad_weight=False), stash=True)
-    for budget in (None, 300 << 20):
-        step = jax.grad(lambda *x: linear_jsd(*x, backend="mosaic_gpu", scratch_bytes=budget), (0, 1))  # noqa: B023
-        run = jax.jit(step).lower(*arrays).compile()
-        limit = memory.MOSAIC_PLANNER.scratch_bytes(p, memory.MOSAIC_PLANNER.plan(p, "", budget))
-        assert run.memory_analysis().temp_size_in_bytes <= limit
-        first = run(*arrays)
-        assert all((x == y).all() for _ in range(9) for x, y in zip(first, run(*arrays), strict=True))
+    run = jax.jit(jax.grad(partial(linear_jsd, backend="mosaic_gpu"), (0, 1))).lower(*arrays).compile()
+    assert run.memory_analysis().temp_size_in_bytes <= memory.MOSAIC_PLANNER.scratch_bytes(p, way)
+    first = run(*arrays)
+    assert all((x == y).all() for _ in range(9) for x, y in zip(first, run(*arrays), strict=True))
 
 
 def test_logits_need_no_memory():
@@ -72,5 +92,5 @@ def test_logits_need_no_memory():
     student = Head(2048, 0, 32768, "bfloat16", device="cuda", grad_hidden=True, grad_weight=False)
     p = JsdProblem(32768, student, replace(student, grad_hidden=False), stash=False)
     assert run.memory_analysis().temp_size_in_bytes <= memory.MOSAIC_PLANNER.scratch_bytes(
-        p, memory.JsdMosaicPlan(False, 2048)
+        p, JsdMosaicPlan("again", 2048)
     )

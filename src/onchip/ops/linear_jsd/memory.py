@@ -146,10 +146,20 @@ def jax_scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
 class JsdMosaicPlan:
     """How the 'mosaic_gpu' backend computes a call with heads."""
 
-    kept: bool
-    """Whether the gradients by logits of all tokens are kept from forward to backward, in 16 bits."""
+    way: str
+    """"forward" if nothing needs a gradient.  Otherwise, how gradients are made: from logits' gradients of all tokens
+    that are "kept" in 16 bits; "summed" in forward, in float32; or from logits that backward makes "again"."""
     chunk: int
-    """Tokens of a chunk."""
+    """Tokens of a chunk of forward."""
+    columns: int = 0
+    """Entries of the vocabulary of a chunk of backward, with "again"."""
+
+
+def vocab_chunks(vocab: int, columns: int) -> tuple[int, int]:
+    """How many chunks have this many entries, and how many entries are left for the last: 0, or enough for the
+    kernels, which may be a few more than the others have."""
+    whole, last = divmod(vocab, columns)
+    return (whole - 1, columns + last) if whole and 0 < last < MOSAIC_TILE else (whole, last)
 
 
 def mosaic_refusal(p: JsdProblem, platform: str) -> str | None:
@@ -172,10 +182,15 @@ def mosaic_refusal(p: JsdProblem, platform: str) -> str | None:
 
 # What cuBLAS works in.
 WORKSPACE = 32 * MIB
-# Tokens of a chunk that keeps an H100 busy: with gradients kept or not, where sums are added to for each chunk.
-MOSAIC_USEFUL = {True: 512, False: 1024}
-# Chunks are multiples of this, as cuBLAS's tiles are.
+# Tokens of a chunk that keeps an H100 busy; where sums are added to for each chunk it takes more.
+MOSAIC_USEFUL = {"forward": 256, "kept": 512, "summed": 1024, "again": 256}
+# Chunks of tokens are multiples of this, as cuBLAS's tiles are, and no chunk of the vocabulary has fewer entries.
 MOSAIC_TILE = 128
+# Entries of the vocabulary of a chunk: the fewest, and enough to keep an H100 busy.
+COLUMNS, USEFUL_COLUMNS = 512, 4096
+# How many operations of a product take as long as a byte that a kernel moves: on an H200 products did 761 TFLOP/s, and
+# the kernel of the gradients moved 3.6 TB/s.
+OPERATIONS = 200
 
 
 def mosaic_scratch_parts(p: JsdProblem, c: JsdMosaicPlan) -> dict[str, int]:
@@ -185,59 +200,88 @@ def mosaic_scratch_parts(p: JsdProblem, c: JsdMosaicPlan) -> dict[str, int]:
     if not p.layers:
         return vectors
     rows = up(p.tokens, c.chunk)
-    forward = {"logits": 0, "logits' gradients of a chunk": 0, "hidden rows": 0}
-    backward = dict.fromkeys(("hidden gradients in float32", "hidden rows of all tokens"), 0)
+    columns = max(c.columns, vocab_chunks(p.vocab, c.columns)[1]) if c.columns else 0
+    names = "logits", "logits' gradients of a chunk", "hidden rows", "hidden gradients in float32", "weight rows"
+    forward, backward = (dict.fromkeys(names, 0) for _ in range(2))
     kept = sums = 0
     for h in (p.student, p.teacher):
+        # Rows of logits that exist are cut out, and then picked.
         forward["logits"] += (4 if h.hidden else LOSS_DTYPE_BYTES[h.dtype]) * c.chunk * p.vocab
+        backward["logits"] += (4 if h.hidden else 2 * LOSS_DTYPE_BYTES[h.dtype]) * rows * columns
         forward["hidden rows"] += 2 * c.chunk * h.hidden
+        backward["hidden rows"] += 2 * rows * h.hidden if columns else 0
+        backward["weight rows"] += 2 * columns * h.hidden
         if not h.any_grad:
             continue
-        if c.kept:
-            kept += 2 * rows * p.vocab
-            backward["hidden gradients in float32"] += 8 * rows * h.hidden if h.grad_hidden else 0
-            backward["hidden rows of all tokens"] += 4 * rows * h.hidden if h.grad_weight else 0
-        else:
+        if c.way == "summed":
             forward["logits' gradients of a chunk"] += 2 * c.chunk * p.vocab
             sums += 8 * rows * h.hidden if h.grad_hidden else 0
             sums += 8 * h.vocab * h.hidden if h.grad_weight else 0
+            continue
+        backward["hidden gradients in float32"] += 8 * rows * h.hidden if h.grad_hidden else 0
+        if c.way == "kept":
+            kept += 2 * rows * p.vocab
+            backward["hidden rows"] += 4 * rows * h.hidden if h.grad_weight else 0
+        else:
+            backward["logits' gradients of a chunk"] += 2 * rows * columns
+            backward["weight rows"] += 2 * columns * h.hidden if h.grad_weight else 0
     half = max((forward, backward), key=lambda x: sum(x.values()))
     return half | {"kept": kept, "gradients in float32": sums, "cuBLAS": WORKSPACE} | vectors
 
 
+def _ways(p: JsdProblem) -> tuple[str, ...]:
+    """How the call may be computed."""
+    if not p.any_grad:
+        return ("forward",)
+    if not p.stash:  # forward doesn't know each token's factor
+        return "kept", "again"
+    # What needs no sums of the weight's size needs neither anything kept nor logits a second time.
+    return ("kept", "summed", "again") if any(h.grad_weight for h in p.layers) else ("summed",)
+
+
 def _mosaic_planner() -> Planner[JsdMosaicPlan]:
-    """The plan that moves the fewest bytes between products: weights are read, and sums added to, for each chunk."""
+    """The plan that takes the least time, of products that are made again and of bytes that move between products."""
 
     def scratch(p: JsdProblem, c: JsdMosaicPlan) -> int:
         return sum(mosaic_scratch_parts(p, c).values())
 
-    def ways(p: JsdProblem) -> tuple[bool, ...]:
-        # What needs neither sums of the weight's size nor logits a second time needs nothing kept.
-        return (True, False) if any(h.any_grad and (h.grad_weight or not p.stash) for h in p.layers) else (False,)
+    def made(p: JsdProblem, way: str, chunk: int, columns: int) -> JsdMosaicPlan:
+        return JsdMosaicPlan(way, min(p.tokens, chunk), min(p.vocab, columns) if way == "again" else 0)
 
-    def candidates(p: JsdProblem) -> Iterator[JsdMosaicPlan]:
+    def candidates(p: JsdProblem, budget: int) -> Iterator[JsdMosaicPlan]:
         most = -(-p.tokens // MOSAIC_TILE)
         counts = {*range(1, min(most, 64) + 1), *(most >> k for k in range(max(0, most.bit_length() - 6)))}
-        chunks = {min(p.tokens, up(-(-p.tokens // count), MOSAIC_TILE)) for count in counts}
-        for kept in ways(p):
-            for chunk in (*chunks, min(p.tokens, SMALLEST)):
-                yield JsdMosaicPlan(kept, chunk)
+        chunks = [*{up(-(-p.tokens // count), MOSAIC_TILE) for count in counts}, SMALLEST]
+        for way in _ways(p):
+            # Backward's chunks are as large as fits beside the smallest of forward.
+            columns = COLUMNS
+            while way == "again" and columns < p.vocab and scratch(p, made(p, way, SMALLEST, 2 * columns)) <= budget:
+                columns *= 2
+            yield from (made(p, way, chunk, columns) for chunk in chunks)
 
     def cost(p: JsdProblem, c: JsdMosaicPlan) -> float:
-        moved = sum(2 * h.vocab * h.hidden * (1 if c.kept or not h.any_grad else 2) for h in p.layers)
-        moved += 0 if c.kept else sum(8 * h.vocab * h.hidden for h in p.layers if h.grad_weight)
-        # Without sums, backward computes logits again.
-        return moved * -(-p.tokens // c.chunk) * (1 if c.kept or p.stash else 2)
+        chunks, again = -(-p.tokens // c.chunk), -(-p.vocab // c.columns) if c.columns else 0
+        moved = 0.0
+        for h in p.layers:
+            weight, product = 2 * h.vocab * h.hidden, 2 * p.tokens * p.vocab * h.hidden / OPERATIONS
+            # A product reads the weight for each chunk; half of that doesn't overlap with its operations.
+            moved += max(product, weight * chunks) + weight / 2 * chunks
+            if c.way == "summed":
+                moved += (h.grad_hidden + 4 * h.grad_weight) * weight * chunks
+            if again:
+                moved += product + (2 + 12 * h.grad_hidden) * p.tokens * h.hidden * again
+        return moved
 
-    def least(p: JsdProblem, chunk: dict[bool, int]) -> int:
-        return min(scratch(p, JsdMosaicPlan(kept, min(p.tokens, chunk[kept]))) for kept in ways(p))
+    def least(p: JsdProblem, chunk: dict[str, int], columns: int) -> int:
+        return min(scratch(p, made(p, way, chunk[way], columns)) for way in _ways(p))
 
+    smallest = dict.fromkeys(MOSAIC_USEFUL, SMALLEST)
     return Planner(
         mosaic_scratch_parts,
-        lambda p, strategy, budget: candidates(p),
+        lambda p, strategy, budget: candidates(p, budget),
         cost=cost,
-        least=lambda p, strategy: least(p, {True: SMALLEST, False: SMALLEST}),
-        default=lambda p, strategy: default_scratch(logits_bytes(p), least(p, MOSAIC_USEFUL)),
+        least=lambda p, strategy: least(p, smallest, COLUMNS),
+        default=lambda p, strategy: default_scratch(logits_bytes(p), least(p, MOSAIC_USEFUL, USEFUL_COLUMNS)),
         needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab}: the smallest chunk needs",
     )
 

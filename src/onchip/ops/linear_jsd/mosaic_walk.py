@@ -3,10 +3,13 @@
 `jsd` has a kernel for forward and one for backward, over all tokens in place; between them pass a few numbers by token.
 
 `linear_jsd` takes chunks of tokens.  Two products leave both models' logits in float32; one kernel makes losses and
-statistics of them, another the gradients by logits, in the products' dtype.  If there is room these are *kept* for all
-tokens: backward multiplies each token's factor into the rows of the two other products' operand and result, so that the
-weight's gradient is one product that rounds once.  Otherwise forward adds each chunk's gradients to float32 sums, for
-an upstream gradient of 1; or, with a loss for each token, backward does it, with logits that are computed again.
+statistics of them, another the gradients by logits, in the products' dtype.  Three ways lead on from there:
+
+- "kept": the gradients by logits of all tokens are kept.  Backward multiplies each token's factor into the rows of the
+  two other products' operand and result, so that the weight's gradient is one product that rounds once.
+- "summed": forward adds each chunk's gradients to float32 sums, for an upstream gradient of 1.
+- "again": only the statistics are kept.  Backward takes chunks of the vocabulary, for which it makes the logits of all
+  tokens again; so the rows of the weight's gradient are made once, and need no sums.
 """
 
 from dataclasses import replace
@@ -27,12 +30,15 @@ from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, problem_of
 from onchip.ops.linear_jsd.memory import JsdMosaicPlan
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import (
+    Columns,
     CountedTokens,
     XlaLogits,
     XlaProjection,
+    cut,
     cut_rows,
     over_tokens,
     select_tokens,
+    write,
     write_rows,
 )
 
@@ -69,11 +75,10 @@ def _backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> An
     if not isinstance(saved, Planned):
         return _gradients_of_logits(static, needs, saved, grad_loss)
     arrays, of = saved.arrays, saved.plan
-    if of is None:
+    if of.way == "summed":
         return jax.tree.map(lambda g: g * grad_loss, arrays)
-    if of.kept:
-        return _gradients_of_kept(static, needs, of, arrays, grad_loss)
-    return _walk(static, needs, *arrays, of, grad_loss)[1]
+    gradients = _gradients_of_kept if of.way == "kept" else _gradients_again
+    return gradients(static, needs, of, arrays, grad_loss)
 
 
 def _has_heads(models: Any) -> bool:
@@ -186,64 +191,79 @@ def _reduction(static: JsdStatic, constants: JsdConstants, chunk: int) -> tuple[
 
 def _of_heads(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     of = plan(static, needs, models, constants)
-    needed, stash = any(_wants(needs)), static.options.reduction != "none"
-    if not needed or of.kept or stash:
-        loss, made = _walk(static, needs, models, constants, of, None)
-        if of.kept and needed:
-            return loss, Planned((models, constants, made), of)
-        return loss, Planned(made, None) if needed else None
-    nothing = jax.tree.map(lambda _: False, models)
-    return _walk(static, nothing, models, constants, of, None)[0], Planned((models, constants), of)
+    loss, made = _walk(static, needs, models, constants, of)
+    if of.way == "forward":
+        return loss, None
+    return loss, Planned(made if of.way == "summed" else (models, constants, made), of)
 
 
 def _walk(
-    static: JsdStatic, needs: Any, models: Any, constants: JsdConstants, of: JsdMosaicPlan, grad_loss: Any
-) -> tuple[Any, Any]:
-    """The loss, and what is made for the gradients: their float32 sums, for `grad_loss` or 1, or what is kept, the
-    gradients by logits without the tokens' factors, [P, V] for each model."""
-    chunk, wants, options = of.chunk, _wants(needs), static.options
+    static: JsdStatic, needs: Any, models: Any, constants: JsdConstants, of: JsdMosaicPlan
+) -> tuple[Any, tuple[Any, ...] | _Found | None]:
+    """The loss, and what is made for the gradients: their float32 sums; or the gradients by logits without the tokens'
+    factors, [P, V] for each model; or what is known of all rows."""
+    chunk, wants = of.chunk, _wants(needs)
     tokens, reduction = _reduction(static, constants, chunk)
-    rows, there = len(tokens.source), tokens.there()
-    label = jnp.maximum(tokens.take(constants.labels, 0), 0)
-    number = jnp.where(there, jnp.arange(rows, dtype=jnp.int32), -1)
-    scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
-    sources = [x if isinstance(x, XlaProjection) else XlaLogits.of(x) for x in models]
-    keeps = [of.kept and want for want in wants]
+    number, label = _rows_of(tokens, constants)
+    rows = len(number)
+    scale = reduction.row_scale(jnp.ones(()), tokens)
+    sources = _sources(models)
+    keeps = [of.way == "kept" and want for want in wants]
     kept = [lax.empty((rows, static.size), jnp.bfloat16) if keep else None for keep in keeps]
-    sums = [_none_of(x) if keep else x.zeros(need, rows) for x, need, keep in zip(sources, needs, keeps, strict=True)]
+    sums = [x.zeros(need, rows) if of.way == "summed" else _none_of(x) for x, need in zip(sources, needs, strict=True)]
+
+    def noted(found: _Found) -> Any:
+        return found if of.way == "again" else found.value
 
     def body(start: Any, carry: Any) -> Any:
-        values, kept, sums = carry
+        notes, kept, sums = carry
         hidden = [source.rows(tokens, start, chunk) for source in sources]
         z = [source.logits(x) if isinstance(source, XlaProjection) else source.floats(x)
              for source, x in zip(sources, hidden, strict=True)]  # fmt: skip
         token, y, factor = cut_rows((number, label, scale), start, chunk)
         found = _found(static, *z, token, y, wants)
-        values = write_rows(values, found.value, start)
-        if not any(wants):
-            return values, kept, sums
-        if of.kept:
+        notes = write_rows(notes, noted(found), start)
+        if of.way == "kept":
             first = jnp.asarray(start, jnp.int32).reshape(1)
             arguments = first, *z, token, found, jnp.ones_like(factor)
-            return values, written(_into, {"static": static, "wants": wants}, kept, *arguments), sums
-        made = _gradients(static, *z, token, found, factor, wants, dtypes=(jnp.bfloat16, jnp.bfloat16))
-        sums = [source.accumulate(g, by_z, x, tokens, start) if jax.tree.leaves(g) else g
-                for source, g, by_z, x in zip(sources, sums, made, hidden, strict=True)]  # fmt: skip
-        return values, kept, sums
+            return notes, written(_into, {"static": static, "wants": wants}, kept, *arguments), sums
+        if of.way == "summed":
+            made = _gradients(static, *z, token, found, factor, wants, dtypes=_DTYPES)
+            sums = [source.accumulate(g, by_z, x, tokens, start) if jax.tree.leaves(g) else g
+                    for source, g, by_z, x in zip(sources, sums, made, hidden, strict=True)]  # fmt: skip
+        return notes, kept, sums
 
-    carry = jnp.zeros(rows, jnp.float32), kept, sums
+    z = [jax.ShapeDtypeStruct((rows, static.size), jnp.float32 if isinstance(x, XlaProjection) else x.dtype)
+         for x in sources]  # fmt: skip
+    known = jax.eval_shape(lambda *z: noted(_found(static, *z, number, label, wants)), *z)
+    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), known), kept, sums
     carry = vary_alike(carry, (models, constants))
-    values, kept, sums = over_tokens(tokens, chunk, body, carry)
-    loss = reduction.reduced(values, tokens, per_token=options.reduction == "none")
-    if of.kept:
-        return loss, _rest_zero(tokens, chunk, kept)
+    notes, kept, sums = over_tokens(tokens, chunk, body, carry)
+    values = notes.value if of.way == "again" else notes
+    loss = reduction.reduced(values, tokens, per_token=static.options.reduction == "none")
+    if of.way == "kept":
+        return loss, tuple(_rest_zero(tokens, chunk, kept))
+    return loss, tuple(_whole(tokens, x) for x in sums) if of.way == "summed" else notes
 
-    def whole(made: Any) -> Any:
-        if made is None or made.hidden is None:
-            return made
-        return replace(made, hidden=tokens.spread(made.hidden))
 
-    return loss, tuple(map(whole, sums))
+_DTYPES = jnp.bfloat16, jnp.bfloat16  # of gradients by logits
+
+
+def _sources(models: Any) -> list[XlaProjection | XlaLogits]:
+    return [x if isinstance(x, XlaProjection) else XlaLogits.of(x) for x in models]
+
+
+def _rows_of(tokens: CountedTokens, constants: JsdConstants) -> tuple[Array, Array]:
+    """Each row's number, negative for one that holds no token, and its label, at least 0."""
+    number = jnp.arange(len(tokens.source), dtype=jnp.int32)
+    return jnp.where(tokens.there(), number, -1), jnp.maximum(tokens.take(constants.labels, 0), 0)
+
+
+def _whole(tokens: CountedTokens, made: Any) -> Any:
+    """Gradients with zeros for ignored tokens."""
+    if made is None or made.hidden is None:
+        return made
+    return replace(made, hidden=tokens.spread(made.hidden))
 
 
 def _into(refs: Any, first: Any, *arguments: Any, static: JsdStatic, wants: tuple[bool, bool]) -> None:
@@ -269,6 +289,62 @@ def _gradients_of_kept(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: 
     return tuple(made)
 
 
+def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: Any, grad_loss: Array) -> Any:
+    models, constants, found = saved
+    wants = _wants(needs)
+    tokens, reduction = _reduction(static, constants, of.chunk)
+    number, _ = _rows_of(tokens, constants)
+    scale = reduction.row_scale(grad_loss, tokens)
+    sources = _sources(models)
+    hidden = [x.rows(tokens, 0, len(number)) if isinstance(x, XlaProjection) else None for x in sources]
+    made = [_empty(x, need, len(number)) for x, need in zip(sources, needs, strict=True)]
+
+    def step(start: Any, size: int, hidden: Any, made: Any) -> Any:
+        columns = Columns(start, size)
+        parts = [x.part(columns) if isinstance(x, XlaProjection) else XlaLogits(cut(x.bits, start, size, 1), x.dtype)
+                 for x in sources]  # fmt: skip
+        z = [part.logits(rows) if isinstance(part, XlaProjection) else part.floats(part.rows(tokens, 0, len(number)))
+             for part, rows in zip(parts, hidden, strict=True)]  # fmt: skip
+        hard = found.hard if found.hard is None else found.hard._replace(label=found.hard.label - start)
+        by_z = _gradients(static, *z, number, found._replace(hard=hard), scale, wants, dtypes=_DTYPES)
+        return [x if g is None else _with_columns(x, part, rows, g, start)
+                for x, part, rows, g in zip(made, parts, hidden, by_z, strict=True)]  # fmt: skip
+
+    whole, last = memory.vocab_chunks(static.size, of.columns)
+    made = vary_alike(made, (models, constants, scale))
+    made = lax.fori_loop(0, whole, lambda i, made: step(i * of.columns, of.columns, hidden, made), made)
+    if last:
+        # One after the other: the memory is there once.
+        hidden, made = lax.optimization_barrier((hidden, made)) if whole else (hidden, made)
+        made = step(whole * of.columns, last, hidden, made)
+    return tuple(_whole(tokens, x) for x in made)
+
+
+def _empty(source: Any, needs: Any, rows: int) -> Any:
+    """The gradients before any chunk of the vocabulary: hidden's a sum, the others to be written."""
+    if not isinstance(source, XlaProjection):
+        return None
+    made = source.zeros(replace(needs, weight=False), rows)
+    return replace(made, weight=lax.empty(source.weight.shape, source.weight.dtype) if needs.weight else None)
+
+
+def _with_columns(made: XlaProjection, part: XlaProjection, rows: Array, g: Array, start: Any) -> XlaProjection:
+    """The gradients with those by a chunk of the vocabulary, from the gradients by its logits [P, C]."""
+    hidden, weight, bias, axis = made.hidden, made.weight, made.bias, part.vocab_axis
+    if hidden is not None:
+        hidden += product(g, part.weight, (1, axis))
+    if weight is not None:
+        weight = write(weight, _by_weight(g, rows, axis), start, axis)
+    if bias is not None:
+        bias = write(bias, jnp.sum(g, 0, dtype=bias.dtype), start)
+    return replace(made, hidden=hidden, weight=weight, bias=bias)
+
+
+def _by_weight(g: Array, rows: Array, axis: int) -> Array:
+    """The weight's gradient, rounded once."""
+    return rounded_product(g, rows, (0, 0)) if axis == 0 else rounded_product(rows, g, (0, 0))
+
+
 def _none_of(model: Any) -> Any:
     """No gradients."""
     return replace(model, hidden=None, weight=None, bias=None) if isinstance(model, XlaProjection) else None
@@ -284,7 +360,7 @@ def _gradients_of_head(
     if needs.weight:
         rows = layer.rows(tokens, 0, len(scale))
         rows = (rows * scale[:, None]).astype(rows.dtype)
-        weight = rounded_product(g, rows, (0, 0)) if layer.vocab_axis == 0 else rounded_product(rows, g, (0, 0))
+        weight = _by_weight(g, rows, layer.vocab_axis)
     if needs.bias:
         bias = jnp.sum(g.astype(jnp.float32) * scale[:, None], 0)
     return replace(layer, hidden=hidden, weight=weight, bias=bias)

@@ -10,7 +10,7 @@ from onchip.plan.asked import Backend, PlannedCall, PlannedOp, Way
 from onchip.plan.document import Baseline
 from onchip.plan.gpus import rates
 from onchip.plan.plain import JIT, Measured, was_measured
-from onchip.plan.ways import hopper_refusal, kernels, never, of_weight_chunks, planned, triton_refusal
+from onchip.plan.ways import Said, hopper_refusal, kernels, never, of_weight_chunks, planned, triton_refusal
 from onchip.vocab.chunks import Planner
 
 _COMPILED = Measured("torch.compile", "the divergence of two float32 softmaxes, compiled", 8, 13.9, 4, 5.7)
@@ -35,9 +35,14 @@ def _mosaic_refusal(asked: PlannedCall) -> str | None:
 
 
 def _mosaic_way(asked: PlannedCall) -> Way:
-    number = 4 if asked.gradients else 2
-    p = _problem(asked, stash=True)
-    return planned(memory.MOSAIC_PLANNER, p, lambda c: (number, 0, {"tokens": c.chunk}, None))
+    number, p = 4 if asked.gradients else 2, _problem(asked, stash=True)
+
+    def say(c: memory.JsdMosaicPlan) -> Said:
+        if c.way != "again":
+            return number, 0, {"tokens": c.chunk}, None
+        return number + len(p.layers), p.tokens, {"tokens": c.chunk, "vocab": c.columns}, None
+
+    return planned(memory.MOSAIC_PLANNER, p, say)
 
 
 def _way(planner: Planner[int]) -> Callable[[PlannedCall], Way]:
