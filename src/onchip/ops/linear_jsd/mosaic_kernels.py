@@ -51,8 +51,9 @@ TUNING = {
 class _Rows:
     """How rows of `vocab` entries are read: in strips, of which a row's last may overlap with the one before."""
 
-    def __init__(self, kernel: str, count: int, vocab: int, interpret: Any) -> None:
-        self.kernel, self.count, self.vocab, self.interpret = kernel, count, vocab, interpret
+    def __init__(self, kernel: str, shape: tuple[int, ...], interpret: Any) -> None:
+        (self.count, vocab), self.kernel, self.interpret = shape, kernel, interpret
+        self.vocab = vocab
         self.registers = Registers(interpret)
         self.strip = max(s for s in (128, 256, 512) if s <= vocab)
         self.vector = self.strip // THREADS
@@ -168,7 +169,7 @@ def softmax(
     interpret: Any = None,
 ) -> JsdSoftmax:
     kernel, scale = "softmax_16_bits" if logits.dtype.itemsize == 2 else "softmax", LOG2E / temperature
-    of = _Rows(kernel, *logits.shape, interpret)
+    of = _Rows(kernel, logits.shape, interpret)
 
     def block(refs: Refs, b: _Block) -> None:
         y = None if label is None else refs["label"][b.row]
@@ -219,7 +220,7 @@ def terms(
     means: tuple[bool, bool] = (True, True),  # of which models
     interpret: Any = None,
 ) -> JsdTerms:
-    of, beta = _Rows("terms", *student.shape, interpret), options.beta
+    of, beta = _Rows("terms", student.shape, interpret), options.beta
     scale, near = LOG2E / options.temperature, nearly_equal(beta)
     names = ["losses", *(("by_s", "s") if means[0] else ()), *(("by_t", "t") if means[1] else ())]
 
@@ -265,7 +266,7 @@ def gradients(
     interpret: Any = None,
 ) -> tuple[Array | None, Array | None]:
     """The gradients by both models' logits that have no reference; rows that don't count are 0."""
-    of, beta, scale = _Rows("gradients", *student.shape, interpret), options.beta, LOG2E / options.temperature
+    of, beta, scale = _Rows("gradients", student.shape, interpret), options.beta, LOG2E / options.temperature
     wanted = [k for k in (0, 1) if scales[k] is not None]
     vectors = {**_named(softmaxes), "student_mean": means[0], "teacher_mean": means[1]}
     vectors |= {"student_scale": scales[0], "teacher_scale": scales[1], **({} if hard is None else hard._asdict())}
@@ -333,9 +334,10 @@ def _of_counted(block: Callable[[Refs, _Block], None]) -> Callable[[Refs, _Block
 def _both(refs: Refs, b: _Block, columns: Sequence[Any], known: Mapping[str, Any], scale: float) -> tuple[Any, Any]:
     """The student's logits, and log2 of both models' probabilities, of each strip."""
     z, u = ([b.load(refs[who], column) for column in columns] for who in _MODELS)
-    numbers = [known[name] for name in _SOFTMAXES]
+    top, total, teacher_top, teacher_total = (known[name] for name in _SOFTMAXES)
     return z, [
-        (_log2_probs(x, *numbers[:2], scale), _log2_probs(y, *numbers[2:], scale)) for x, y in zip(z, u, strict=True)
+        (_log2_probs(x, top, total, scale), _log2_probs(y, teacher_top, teacher_total, scale))
+        for x, y in zip(z, u, strict=True)
     ]
 
 

@@ -58,7 +58,7 @@ def refusal(static: JsdStatic, models: Any, constants: JsdConstants) -> str | No
 def plan(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> JsdMosaicPlan:
     """How a call with heads is computed; raises ValueError if the budget is too small."""
     p = problem_of(static, needs, static.options.reduction != "none", models, constants)
-    return memory.MOSAIC_PLANNER.plan(p, "", static.options.scratch_bytes)  # type: ignore[no-any-return]
+    return memory.MOSAIC_PLANNER.plan(p, "", static.options.scratch_bytes)
 
 
 def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
@@ -103,11 +103,11 @@ def _wants(needs: Any) -> tuple[bool, bool]:
     return student, teacher
 
 
-def _found(static: JsdStatic, z: Array, u: Array, token: Array, label: Array, wants: tuple[bool, bool]) -> _Found:
-    """Of rows whose `token` isn't negative."""
+def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tuple[bool, bool]) -> _Found:
+    """Of both models' rows whose `token` isn't negative."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels  # Pallas takes a second to import
 
-    options = static.options
+    options, (z, u) = static.options, logits
     tau, is_hard = options.temperature, options.hard_weight > 0
     student = kernels.softmax(z, token, label if is_hard else None, tau)
     softmaxes = student._replace(others=None), kernels.softmax(u, token, None, tau)
@@ -129,24 +129,17 @@ def _found(static: JsdStatic, z: Array, u: Array, token: Array, label: Array, wa
 
 
 def _gradients(
-    static: JsdStatic,
-    z: Array,
-    u: Array,
-    token: Array,
-    found: _Found,
-    scale: Array,
-    wants: tuple[bool, bool],
-    **into: Any,
+    static: JsdStatic, logits: Any, token: Array, found: _Found, scale: Array, wants: tuple[bool, bool], **into: Any
 ) -> Any:
     """Those by logits, of rows with these factors [C]; `into` as of the kernel."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels
 
-    options, hard = static.options, found.hard
+    options, hard, (z, u) = static.options, found.hard, logits
     soft = options.soft_factor / options.temperature
     both = (soft, soft) if options.beta in (0, 1) else (soft * (1 - options.beta), soft * options.beta)
     # What isn't a plain difference is to base 2.
     both = both[0] * (1 if options.beta == 0 else LN2), both[1] * (1 if options.beta == 1 else LN2)
-    scales = tuple(x * scale if want else None for x, want in zip(both, wants, strict=True))
+    scales = both[0] * scale if wants[0] else None, both[1] * scale if wants[1] else None
     if hard is not None:
         hard = hard._replace(factor=hard.factor * scale, at_label=hard.at_label * scale)
     return kernels.gradients(z, u, token, found.softmaxes, found.means, scales, hard, options, **into)
@@ -157,7 +150,7 @@ def _gradients(
 
 def _of_logits(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     label, token = _tokens_in_place(constants)
-    found = _found(static, *models, token, label, _wants(needs))
+    found = _found(static, models, token, label, _wants(needs))
     tokens, reduction = _reduction(static, constants, len(label))
     per_token = static.options.reduction == "none"
     loss = reduction.reduced(tokens.take(found.value, 0), tokens, per_token=per_token)
@@ -170,7 +163,7 @@ def _gradients_of_logits(static: JsdStatic, needs: Any, saved: Any, grad_loss: A
     tokens, reduction = _reduction(static, constants, len(label))
     scale = tokens.spread(reduction.row_scale(grad_loss, tokens))
     dtypes = tuple(x.dtype for x in models)
-    return _gradients(static, *models, token, found, scale, _wants(needs), dtypes=dtypes)
+    return _gradients(static, models, token, found, scale, _wants(needs), dtypes=dtypes)
 
 
 def _tokens_in_place(constants: JsdConstants) -> tuple[Array, Array]:
@@ -221,21 +214,21 @@ def _walk(
         z = [source.logits(x) if isinstance(source, XlaProjection) else source.floats(x)
              for source, x in zip(sources, hidden, strict=True)]  # fmt: skip
         token, y, factor = cut_rows((number, label, scale), start, chunk)
-        found = _found(static, *z, token, y, wants)
+        found = _found(static, z, token, y, wants)
         notes = write_rows(notes, noted(found), start)
         if of.way == "kept":
             first = jnp.asarray(start, jnp.int32).reshape(1)
-            arguments = first, *z, token, found, jnp.ones_like(factor)
+            arguments = first, z, token, found, jnp.ones_like(factor)
             return notes, written(_into, {"static": static, "wants": wants}, kept, *arguments), sums
         if of.way == "summed":
-            made = _gradients(static, *z, token, found, factor, wants, dtypes=_DTYPES)
+            made = _gradients(static, z, token, found, factor, wants, dtypes=_DTYPES)
             sums = [source.accumulate(g, by_z, x, tokens, start) if jax.tree.leaves(g) else g
                     for source, g, by_z, x in zip(sources, sums, made, hidden, strict=True)]  # fmt: skip
         return notes, kept, sums
 
     z = [jax.ShapeDtypeStruct((rows, static.size), jnp.float32 if isinstance(x, XlaProjection) else x.dtype)
          for x in sources]  # fmt: skip
-    known = jax.eval_shape(lambda *z: noted(_found(static, *z, number, label, wants)), *z)
+    known = jax.eval_shape(lambda z: noted(_found(static, z, number, label, wants)), z)
     carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), known), kept, sums
     carry = vary_alike(carry, (models, constants))
     notes, kept, sums = over_tokens(tokens, chunk, body, carry)
@@ -266,8 +259,10 @@ def _whole(tokens: CountedTokens, made: Any) -> Any:
     return replace(made, hidden=tokens.spread(made.hidden))
 
 
-def _into(refs: Any, first: Any, *arguments: Any, static: JsdStatic, wants: tuple[bool, bool]) -> None:
-    _gradients(static, *arguments, wants, into=refs, first=first)
+def _into(
+    refs: Any, first: Any, z: Any, token: Any, found: Any, scale: Any, *, static: JsdStatic, wants: tuple[bool, bool]
+) -> None:
+    _gradients(static, z, token, found, scale, wants, into=refs, first=first)
 
 
 def _rest_zero(tokens: CountedTokens, chunk: int, kept: Any) -> Any:
@@ -306,7 +301,7 @@ def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: An
         z = [part.logits(rows) if isinstance(part, XlaProjection) else part.floats(part.rows(tokens, 0, len(number)))
              for part, rows in zip(parts, hidden, strict=True)]  # fmt: skip
         hard = found.hard if found.hard is None else found.hard._replace(label=found.hard.label - start)
-        by_z = _gradients(static, *z, number, found._replace(hard=hard), scale, wants, dtypes=_DTYPES)
+        by_z = _gradients(static, z, number, found._replace(hard=hard), scale, wants, dtypes=_DTYPES)
         return [x if g is None else _with_columns(x, part, rows, g, start)
                 for x, part, rows, g in zip(made, parts, hidden, by_z, strict=True)]  # fmt: skip
 
@@ -328,7 +323,7 @@ def _empty(source: Any, needs: Any, rows: int) -> Any:
     return replace(made, weight=lax.empty(source.weight.shape, source.weight.dtype) if needs.weight else None)
 
 
-def _with_columns(made: XlaProjection, part: XlaProjection, rows: Array, g: Array, start: Any) -> XlaProjection:
+def _with_columns(made: XlaProjection, part: Any, rows: Array, g: Array, start: Any) -> XlaProjection:
     """The gradients with those by a chunk of the vocabulary, from the gradients by its logits [P, C]."""
     hidden, weight, bias, axis = made.hidden, made.weight, made.bias, part.vocab_axis
     if hidden is not None:
