@@ -144,7 +144,8 @@ def linear_jsd(
         scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
             chunk needs.
-        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
+        backend: "mosaic_gpu" (kernels for Hopper, products in bfloat16), "xla" (plain JAX, on any device), "triton"
+            (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 
     beta, temperature and hard_weight are Python numbers: a new value makes JAX compile again.
 
@@ -163,7 +164,8 @@ def linear_jsd(
         NotImplementedError: the result is differentiated twice.
 
     Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula for a jitted step: about
-    48 * chunk * V bytes, and 8 * V * Hs for the weight's gradient.
+    48 * chunk * V bytes, and 8 * V * Hs for the weight's gradient.  With "mosaic_gpu" it is `mosaic_scratch_parts`:
+    8 * chunk * V, and in backward 10 * T * columns + 8 * T * Hs, or 2 * T * V where the budget has room for it.
 
     Example:
         >>> import jax
@@ -302,7 +304,8 @@ def jsd(
     Raises:
         What `linear_jsd` raises.
 
-    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
+    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`; with "mosaic_gpu" a
+    few numbers by token.
 
     Example:
         >>> import jax
