@@ -143,7 +143,7 @@ def linear_jsd(
         check_inputs: as in `linear_cross_entropy`: check targets and a top-k teacher on a GPU too.
         scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
-            chunk needs.
+            chunk needs; with "mosaic_gpu" also what it takes to make each logit once.
         backend: "mosaic_gpu" (kernels for Hopper, products in bfloat16), "xla" (plain JAX, on any device), "triton"
             (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 

@@ -183,11 +183,11 @@ def mosaic_refusal(p: JsdProblem, platform: str) -> str | None:
 # What cuBLAS works in.
 WORKSPACE = 32 * MIB
 # Tokens of a chunk that keeps an H100 busy; where sums are added to for each chunk it takes more.
-MOSAIC_USEFUL = {"forward": 256, "kept": 512, "summed": 1024, "again": 256}
+MOSAIC_USEFUL = {"forward": 256, "kept": 512, "summed": 1024}
 # Chunks of tokens are multiples of this, as cuBLAS's tiles are, and no chunk of the vocabulary has fewer entries.
 MOSAIC_TILE = 128
-# Entries of the vocabulary of a chunk: the fewest, and enough to keep an H100 busy.
-COLUMNS, USEFUL_COLUMNS = 512, 4096
+# Entries of the vocabulary of a chunk, at least.
+COLUMNS = 512
 # How many operations of a product take as long as a byte that a kernel moves: on an H200 products did 761 TFLOP/s, and
 # the kernel of the gradients moved 3.6 TB/s.
 OPERATIONS = 200
@@ -272,16 +272,16 @@ def _mosaic_planner() -> Planner[JsdMosaicPlan]:
                 moved += product + (2 + 12 * h.grad_hidden) * p.tokens * h.hidden * again
         return moved
 
-    def least(p: JsdProblem, chunk: dict[str, int], columns: int) -> int:
-        return min(scratch(p, made(p, way, chunk[way], columns)) for way in _ways(p))
+    def useful(p: JsdProblem) -> int:
+        return min(scratch(p, made(p, way, MOSAIC_USEFUL[way], 0)) for way in _ways(p) if way != "again")
 
-    smallest = dict.fromkeys(MOSAIC_USEFUL, SMALLEST)
     return Planner(
         mosaic_scratch_parts,
         lambda p, strategy, budget: candidates(p, budget),
         cost=cost,
-        least=lambda p, strategy: least(p, smallest, COLUMNS),
-        default=lambda p, strategy: default_scratch(logits_bytes(p), least(p, MOSAIC_USEFUL, USEFUL_COLUMNS)),
+        least=lambda p, strategy: min(scratch(p, made(p, way, SMALLEST, COLUMNS)) for way in _ways(p)),
+        # Without logits that are made again, which no GPU has timed.
+        default=lambda p, strategy: default_scratch(logits_bytes(p), useful(p)),
         needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab}: the smallest chunk needs",
     )
 
