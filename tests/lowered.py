@@ -40,6 +40,7 @@ from onchip.ops.fp8_linear import jax_op as fp8_op
 from onchip.ops.grouped_matmul import jax_op as grouped_op
 from onchip.ops.linear_jsd import mosaic_walk as jsd_walk
 from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.rows import mosaic_op as mosaic_rows
 from shard_map_lowering import readable
 
 BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
@@ -55,7 +56,7 @@ def on_h100():
         for module in [x for name, x in sys.modules.items() if name.startswith("onchip.")]:
             if vars(module).get("platform") is real:
                 stack.enter_context(mock.patch.object(module, "platform", return_value="gpu"))
-        for module in (attention_op, fp8_op, grouped_op, jax_front, mosaic_op):
+        for module in (attention_op, fp8_op, grouped_op, jax_front, mosaic_op, mosaic_rows):
             stack.enter_context(mock.patch.object(module, "hopper_refusal", return_value=None))
         stack.enter_context(mock.patch.object(jsd_walk, "hopper_refusal", return_value=None))
         yield

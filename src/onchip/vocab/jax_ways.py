@@ -16,6 +16,7 @@ ignored tokens are exact zeros.  They run under jit, vmap and scan; T, H and V a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,7 +25,11 @@ import jax
 from onchip.frontend.jax_call import is_tracked
 from onchip.frontend.jax_types import WeightLayout
 from onchip.vocab.memory import Problem
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.mosaic import op as mosaic
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import mosaic_op as mosaic_rows
+from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import walk as xla
 from onchip.vocab.xla.parallel import Shard
 
@@ -32,6 +37,9 @@ from onchip.vocab.xla.parallel import Shard
 BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
 Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
 MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic}
+ROWS: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic_rows}
+"""The ways for logits that exist already, whose gradients are of these.  They have `of_logits`, which makes the source
+of a call, and `row_plan` makes their plans."""
 
 
 def refusals(
@@ -71,6 +79,18 @@ def refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, 
     given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
     problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
     return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
+
+
+def row_refusals(problem: RowsProblem, platform: str, shard: Shard | None = None) -> dict[str, str | None]:
+    """Why each backend of the platform, best first, can't serve a call with logits, or None."""
+    reasons = {"xla": None, "mosaic_gpu": mosaic_rows.refusal(problem, shard)}
+    return {name: reasons[name] for name in BACKENDS.get(platform, ("xla",))}
+
+
+def row_plan(problem: RowsProblem, backend: str, budget: int | None) -> ChunkConfig:
+    """How many rows are taken at a time; raises ValueError if the budget is too small."""
+    problem = replace(problem, xla=backend == "xla", mosaic=backend == "mosaic_gpu")
+    return ChunkConfig("forward", row_memory.plan(problem, "", budget), problem.vocab)
 
 
 def each(backend: ModuleType, run: Any) -> Any:

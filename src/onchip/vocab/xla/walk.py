@@ -65,6 +65,9 @@ def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
     return select_tokens(labels, plan.token_chunk)
 
 
+of_logits = XlaLogits.of
+
+
 def forward(
     plan: ChunkConfig, wanted: Wanted, needs: Any, call: LossCall
 ) -> tuple[XlaTokenStats, LabelSums | None, Any]:
