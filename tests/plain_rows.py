@@ -19,7 +19,7 @@ def weighed(value, class_weight):
     return value if class_weight is None else jnp.where(class_weight[None] > 0, value * class_weight[None], 0)
 
 
-def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted):
+def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted, labels=None):
     x = unscaled(logits, inner_scale)
     best = jnp.maximum(x.max(1), mosaic.LOWEST)
     below = (x - best[:, None]) * factor[:, None]
@@ -34,11 +34,17 @@ def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted):
         made["argmax"] = jnp.where(x.max(1) == -jnp.inf, mosaic.NO_COLUMN, x.argmax(1).astype(jnp.int32))
     if wanted.sum_sq:
         made |= {"squares": (e * e).sum(1), "squares_below": (others * others).sum(1)}
+    if labels is not None:
+        q = labels.astype(jnp.float32)
+        plain = wanted.entropy and class_weight is not None
+        for which, q in [("", weighed(q, class_weight)), ("plain_", q)][: 1 + plain]:
+            made[f"{which}cost"] = jnp.where(q == 0, 0, -q * below).sum(1)
+            made[f"{which}mass"] = q.sum(1)
     unwritten = {name: 7 if value.dtype == jnp.int32 else jnp.nan for name, value in made.items()}
     return {name: jnp.where(kept != 0, value, unwritten[name]) for name, value in made.items()}
 
 
-def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient):
+def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *, labels=None):
     x = unscaled(logits, inner_scale)
     a = type(gradient)(*(None if x is None else x[:, None] for x in gradient))
     offset = x * factor[:, None] - a.center
@@ -46,6 +52,8 @@ def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient):
         g = jnp.exp(offset) * a.factor
     else:
         g = jnp.exp(offset - a.width) * (a.factor + a.entropy * jnp.maximum(offset, -128))
+    if labels is not None:
+        g -= weighed(a.labels * labels.astype(jnp.float32), class_weight)
     if a.even is not None:
         g -= a.even * (1 if class_weight is None else class_weight[None])
     if ids is not None:

@@ -44,11 +44,12 @@ class RowTiles(NamedTuple):
     """Whether the next tile is on its way while one is worked on."""
 
     @staticmethod
-    def of(vocab: int, dtype: Any) -> "RowTiles":
+    def of(vocab: int, dtype: Any, *, soft: bool = False) -> "RowTiles":
+        """For rows of so many logits, which may have labels beside them."""
         unit = _WORD // jnp.dtype(dtype).itemsize
         while vocab % unit or vocab < THREADS * unit:
             unit //= 2
-        return RowTiles(unit, max(1, min(_TILE // unit, vocab // (THREADS * unit))))
+        return RowTiles(unit, max(1, min(_TILE // (1 + soft) // unit, vocab // (THREADS * unit))))
 
 
 def statistics(
@@ -56,18 +57,25 @@ def statistics(
     kept: Array,  # [T] int32: rows with 0 aren't read, and nothing is written for them
     factor: Array,  # [T] or [1] float32: k
     inner_scale: Array | None,  # [1] float32, with softcap: of the logits before tanh
-    class_weight: Array | None,  # [V] float32: of `offset_sum`
+    class_weight: Array | None,  # [V] float32: of `offset_sum`, and of labels
     *,
     wanted: Wanted,
+    labels: Array | None = None,  # [T, V] float32, bfloat16 or float16: soft ones
     tiles: RowTiles | None = None,
     interpret: Any = None,
 ) -> dict[str, Array]:
-    """The softmax of each row, [T] each, as fields of `onchip.vocab.xla.tiles.Softmax`; and `best`, the largest x."""
+    """The softmax of each row, [T] each, as fields of `onchip.vocab.xla.tiles.Softmax`; and `best`, the largest x.
+
+    With labels q also `cost`, sum(q (largest z - z)), and `mass`, sum(q), both weighed by class; with the entropy and
+    weights of classes `plain_cost` and `plain_mass` too, which are not.
+    """
     tokens, vocab = logits.shape
-    t = tiles or RowTiles.of(vocab, logits.dtype)
+    t = tiles or RowTiles.of(vocab, logits.dtype, soft=labels is not None)
     strips = Strips(THREADS * t.unit, t.unit, interpret)
     kinds = {"best": True, "total": True, "below": True, "offset_sum": wanted.even, "moment": wanted.entropy}
     kinds |= {"argmax": wanted.argmax, "squares": wanted.sum_sq, "squares_below": wanted.sum_sq}
+    costs = [] if labels is None else ["", "plain_"] if wanted.entropy and class_weight is not None else [""]
+    kinds |= {f"{which}{name}": True for which in costs for name in ("cost", "mass")}
     names = [name for name, there in kinds.items() if there]
     outputs = {x: jax.ShapeDtypeStruct((tokens,), jnp.int32 if x == "argmax" else jnp.float32) for x in names}
 
@@ -80,6 +88,17 @@ def statistics(
             first = refs["logits"][row, 0].astype(jnp.float32)
             first = first if inner_scale is None else tanh(first * refs["inner_scale"][0])
             reference = jnp.where((first > LOWEST) & (first < -LOWEST), first, 0.0)
+
+        def of_label(start: Any, i: int) -> Any:
+            return strips.floats(strips.load(refs["labels"].at[row, pl.ds(start + i * strips.size, strips.size)]))
+
+        def weighed(x: Any, start: Any, i: int) -> Any:
+            """A class that weighs nothing counts for nothing, where 0 * -inf would not be 0."""
+            if class_weight is None:
+                return x
+            w = strips.load(refs["class_weight"].at[pl.ds(start + i * strips.size, strips.size)])
+            return jnp.where(w > 0, x * w, 0.0)
+
         state = {name: strips.full({"best": LOWEST, "argmax": NO_COLUMN}.get(name, 0), outputs[name].dtype)
                  for name in names}  # fmt: skip
 
@@ -87,14 +106,11 @@ def statistics(
             """The state with a tile in it, whose first `skip` logits were in others."""
             xs, new = [of(x) for x in raw], {}
             inside = None if not skip else strips.places() >= skip
+            qs = [] if labels is None else [of_label(start, i) for i in range(len(xs))]
             if reference is not None:
                 total = state["offset_sum"]
                 for i, x in enumerate(xs):
-                    offset = x - reference
-                    if class_weight is not None:
-                        w = strips.load(refs["class_weight"].at[pl.ds(start + i * strips.size, strips.size)])
-                        # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
-                        offset = jnp.where(w > 0, offset * w, 0.0)
+                    offset = weighed(x - reference, start, i)
                     if i == 0 and inside is not None:
                         offset = jnp.where(inside, offset, 0.0)
                     total = total + offset
@@ -135,6 +151,15 @@ def statistics(
                 new["moment"] = moment
             if wanted.sum_sq:
                 new |= {"squares": squares, "squares_below": squares_below}
+            for which in costs:
+                mass = state[f"{which}mass"]
+                cost = state[f"{which}cost"] - mass * jnp.maximum(drop, NOTHING)
+                for i, q in enumerate(qs):
+                    q = weighed(q, start, i) if which == costs[0] else q
+                    q = q if i or inside is None else jnp.where(inside, q, 0.0)
+                    # What has no probability costs nothing, where 0 * -inf would not be 0.
+                    cost, mass = cost + jnp.where(q == 0, 0.0, q * ((new["best"] - xs[i]) * k2)), mass + q
+                new |= {f"{which}cost": cost, f"{which}mass": mass}
             return new
 
         state = _walk(refs["logits"], row, vocab, t, strips, absorb, state)
@@ -150,10 +175,13 @@ def statistics(
         if wanted.sum_sq:
             sums["squares"] = state["squares"] * (decay * decay)
             sums["squares_below"] = jnp.where(led, state["squares"], state["squares_below"]) * (decay * decay)
+        for which in costs:
+            mass = state[f"{which}mass"]
+            sums |= {f"{which}cost": state[f"{which}cost"] - mass * jnp.maximum(drop, NOTHING), f"{which}mass": mass}
         made = {"best": best} | {name: jnp.sum(x) for name, x in sums.items()}
         k = k2 * (1 / LOG2E)
-        if wanted.entropy:
-            made["moment"] = made["moment"] * (1 / LOG2E)
+        for name in {"moment", "cost", "plain_cost"} & made.keys():
+            made[name] = made[name] * (1 / LOG2E)
         if reference is not None:
             share = float(vocab) if class_weight is None else refs["class_total"][0]
             made["offset_sum"] = (made["offset_sum"] + (reference - best) * share) * k
@@ -167,8 +195,9 @@ def statistics(
         pl.when(refs["kept"][row] != 0)(lambda: of_row(refs, row))
 
     inputs = {"logits": logits, "kept": kept, "factor": factor, "inner_scale": inner_scale}
+    inputs |= {"class_weight": class_weight, "labels": labels}
     if wanted.even and class_weight is not None:
-        inputs |= {"class_weight": class_weight, "class_total": jnp.sum(class_weight).reshape(1)}
+        inputs["class_total"] = jnp.sum(class_weight).reshape(1)
     return launch(
         body, inputs, outputs, (), grid={"row": tokens}, warpgroups=None, name="row_statistics", interpret=interpret
     )
@@ -182,6 +211,7 @@ class RowGradient(NamedTuple):
     width: Array | None = None  # the entropy, if it has one
     entropy: Array | None = None  # and what p (z - mean) is multiplied by
     even: Array | None = None  # what each entry lacks, times its class's weight
+    labels: Array | None = None  # and what it lacks of its label, times that weight
     at_id: Array | None = None  # the id's entry, but for the softcap's derivative
 
 
@@ -190,16 +220,17 @@ def gradients(
     kept: Array,  # [T] int32: rows with 0 get zeros
     factor: Array,
     inner_scale: Array | None,
-    class_weight: Array | None,  # [V] float32: of `gradient.even`
+    class_weight: Array | None,  # [V] float32: of `gradient.even` and labels
     ids: Array | None,  # [T] int32, with `gradient.at_id`
     gradient: RowGradient,
     *,
+    labels: Array | None = None,  # as in `statistics`, with `gradient.labels`
     tiles: RowTiles | None = None,
     interpret: Any = None,
 ) -> Array:
     """The gradient of each row of logits, [T, V] in their dtype."""
     tokens, vocab = logits.shape
-    t = tiles or RowTiles.of(vocab, logits.dtype)
+    t = tiles or RowTiles.of(vocab, logits.dtype, soft=labels is not None)
     strips = Strips(THREADS * t.unit, t.unit, interpret)
     vectors = {name: x for name, x in gradient._asdict().items() if x is not None}
 
@@ -229,11 +260,14 @@ def gradients(
                     g = g * (a["factor"] + a["entropy"] * jnp.maximum(offset, -128.0))
                 else:
                     g = jnp.exp2(offset * LOG2E) * a["factor"]
-                if "even" in a:
-                    even = a["even"]
+                lacks = a.get("even")
+                if labels is not None:
+                    q = strips.floats(strips.load(refs["labels"].at[row, pl.ds(first, strips.size)])) * a["labels"]
+                    lacks = q if lacks is None else q + lacks
+                if lacks is not None:
                     if class_weight is not None:
-                        even = even * strips.load(refs["class_weight"].at[pl.ds(first, strips.size)])
-                    g = g - even
+                        lacks = lacks * strips.load(refs["class_weight"].at[pl.ds(first, strips.size)])
+                    g = g - lacks
                 if y is not None:
                     g = jnp.where(strips.places() == y - first, a["at_id"], g)
                 if inner_scale is not None:
@@ -249,7 +283,8 @@ def gradients(
 
     inputs: dict[str, Any] = {"logits": logits, "kept": kept, "factor": factor, "inner_scale": inner_scale}
     inputs |= {f"by {name}": x for name, x in vectors.items() if name != "at_id" or ids is not None}
-    inputs |= {"ids": ids, "class_weight": None if gradient.even is None else class_weight}
+    lacking = gradient.even is not None or labels is not None
+    inputs |= {"ids": ids, "class_weight": class_weight if lacking else None, "labels": labels}
     made = launch(
         body, inputs, {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}, (), grid={"row": tokens},
         warpgroups=None, name="row_gradients", interpret=interpret,

@@ -4,6 +4,7 @@ Each row is its token's; ignored ones are skipped.  A kernel reads each logit on
 in backward, for the gradient.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from onchip.vocab.xla.tiles import (
     XlaTokenGradient,
     XlaTokenStats,
 )
-from onchip.vocab.xla.walk import XlaSaved
+from onchip.vocab.xla.walk import Entries, XlaSaved
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -60,8 +61,8 @@ def refusal(problem: RowsProblem, shard: Any = None) -> str | None:
         return "it takes float32, bfloat16 and float16 logits; these are float64"
     if problem.vocab < LEAST:
         return f"rows have at least {LEAST} logits; these have {problem.vocab}"
-    if problem.labels:
-        return "of soft labels it takes those of K entries; pass a TopK, or backend='xla'"
+    if problem.labels == "float64":
+        return "it takes float32, bfloat16 and float16 labels; these are float64"
     if shard is not None:
         return "it doesn't take a split vocabulary; pass backend='xla'"
     return hopper_refusal()
@@ -82,20 +83,41 @@ def forward(
     """The statistics of each row, and what backward needs."""
     from onchip.vocab.rows import mosaic  # Pallas takes a second to import
 
-    logits, transform = call.source.bits, call.transform
+    logits, transform, entries = call.source.bits, call.transform, call.entries
     kept, factor, inner = call.tokens.kept.astype(jnp.int32), _factor(transform), _inner(transform)
-    class_weight = call.class_weight if wanted.even else None
-    made = mosaic.statistics(logits, kept, factor, inner, class_weight, wanted=wanted)
-    best = made.pop("best") * factor
+    class_weight = call.class_weight if wanted.even or entries is not None else None
+    of_kernel = wanted._replace(argmax=wanted.argmax or entries is not None)
+    made = mosaic.statistics(logits, kept, factor, inner, class_weight, wanted=of_kernel, labels=entries)
+    best, found = made.pop("best") * factor, made.get("argmax")
     softmax = Softmax(
         best,
-        picked=_picked(logits, call.ids, transform, factor, best),
-        weight=jnp.broadcast_to(jnp.sum(class_weight), best.shape) if wanted.weighed else None,
+        picked=best[:, None] if entries is not None else _picked(logits, call.ids, transform, factor, best),
+        weight=jnp.broadcast_to(jnp.sum(call.class_weight), best.shape) if wanted.weighed else None,
         **{name: made.get(name) for name in ("total", "below", "offset_sum", "moment", "squares", "squares_below")},
-        argmax=_argmax(made.get("argmax")),
+        # -1 for rows in which all logits are -inf, as in plain JAX.
+        argmax=jnp.where(found == mosaic.NO_COLUMN, -1, found) if wanted.argmax else None,
     )
-    stats = softmax.complete(call.ids, call.vocab)
-    return stats, None, XlaSaved(call, stats.known) if any(jax.tree.leaves(needs)) else None
+    sums = None
+    if entries is None:
+        stats = softmax.complete(call.ids, call.vocab)
+    else:
+        stats, sums, call = _with_labels(call, wanted, softmax, found, made)
+    return stats, sums, XlaSaved(call, stats.known) if any(jax.tree.leaves(needs)) else None
+
+
+def _with_labels(
+    call: LossCall, wanted: Wanted, softmax: Softmax, found: Any, made: Mapping[str, Array]
+) -> tuple[XlaTokenStats, LabelSums, LossCall]:
+    """As `onchip.vocab.xla.walk.of_every_entry`."""
+    largest = jnp.minimum(found, call.vocab - 1)  # any, if all logits are -inf
+    label = jnp.take_along_axis(call.entries, largest[:, None], 1)[:, 0].astype(jnp.float32)
+    entries = Entries(softmax, largest, -made["cost"], made["mass"], label)
+    if wanted.entropy:
+        likeliest = jnp.argmax(call.entries, 1).astype(jnp.int32)
+        plain = (-made["plain_cost"], made["plain_mass"]) if "plain_cost" in made else None
+        entries = entries._replace(likeliest=likeliest, most=jnp.zeros_like(label), plain=plain)
+    one: Entries = jax.tree.map(lambda x: x[None], entries)
+    return one.merged(call)
 
 
 def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaTokenGradient) -> Array:
@@ -113,11 +135,13 @@ def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaToken
         stats.entropy if of_entropy else None,
         gradient.entropy,
         gradient.even,
+        gradient.labels,
         gradient.at_ids[:, 0] if one else None,
     )
     made = mosaic.gradients(
-        logits, call.tokens.kept.astype(jnp.int32), factor, inner, call.class_weight, ids[:, 0] if one else None, of_rows
-    )
+        logits, call.tokens.kept.astype(jnp.int32), factor, inner, call.class_weight, ids[:, 0] if one else None,
+        of_rows, labels=call.entries,
+    )  # fmt: skip
     if one:
         return made
     at_ids = gradient.at_ids
@@ -167,8 +191,3 @@ def _picked(logits: Array, ids: Array, transform: Transform, factor: Array, best
     # The kernel's tanh may differ in the last digit.  Where the id leads, that would be most of its loss.
     picked, near = tanh(x * inner[0]) * factor[:, None], 1e-6 * factor[:, None]
     return jnp.where(jnp.abs(picked - best[:, None]) < near, best[:, None], picked)
-
-
-def _argmax(found: Array | None) -> Array | None:
-    """-1 for rows in which all logits are -inf, as in plain JAX."""
-    return None if found is None else jnp.where(found == 2**31 - 1, -1, found)
