@@ -37,9 +37,9 @@ def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted, label
     if labels is not None:
         q = labels.astype(jnp.float32)
         plain = wanted.entropy and class_weight is not None
-        for which, q in [("", weighed(q, class_weight)), ("plain_", q)][: 1 + plain]:
-            made[f"{which}cost"] = jnp.where(q == 0, 0, -q * below).sum(1)
-            made[f"{which}mass"] = q.sum(1)
+        for which, each in [("", weighed(q, class_weight)), ("plain_", q)][: 1 + plain]:
+            made[f"{which}cost"] = jnp.where(each == 0, 0, -each * below).sum(1)
+            made[f"{which}mass"] = each.sum(1)
     unwritten = {name: 7 if value.dtype == jnp.int32 else jnp.nan for name, value in made.items()}
     return {name: jnp.where(kept != 0, value, unwritten[name]) for name, value in made.items()}
 

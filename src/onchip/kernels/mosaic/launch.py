@@ -29,8 +29,6 @@ def launch(
 ) -> dict[str, Any]:
     """Run body(refs, *scratch) in each warpgroup of a grid, and return the outputs.
 
-    warpgroups: of a program.  None: one, which has no number, but can sum up a vector of its threads.
-
     inputs: arrays, or references to write to in place; those that are None are left out.
     outputs: shapes and dtypes.
     warpgroups: of a program; None for a single one that has no axis, and may reduce a vector to a number.

@@ -51,7 +51,7 @@ class Strips:
                     code = f"ld.global.nc.L1::no_allocate{_form(word, words)} {_set(words)}, [${words} + {byte}];"
                     result = ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * words)})>") if words > 1 else word
                     constraints = ",".join([*[f"={_letter(word)}"] * words, "l"])
-                    made = llvm.inline_asm(result, [base], code, constraints, has_side_effects=False)
+                    made: Any = llvm.inline_asm(result, [base], code, constraints, has_side_effects=False)
                     found += [made] if words == 1 else [llvm.extractvalue(word, made, [j]) for j in range(words)]
                 registers[i] = _as(_vector(found, word), ir.VectorType.get((self.unit,), element))
             return fragmented_array.FragmentedArray(_registers=registers, _layout=self._fragments(), _is_signed=None)
@@ -67,7 +67,7 @@ class Strips:
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=made)
         def widened(_: Any, x: Any) -> Any:
             word, wide = ir.IntegerType.get_signless(32), ir.F32Type.get()
-            sixteen, upper = (arith.constant(word, ir.IntegerAttr.get(word, n)) for n in (16, -0x10000))
+            sixteen, upper = _number(16), _number(-0x10000)
             registers = np.empty(x.registers.shape, object)
             for i, pairs in enumerate(x.registers.flat):
                 pairs, numbers = _as(pairs, ir.VectorType.get((self.unit // 2,), word)), []
@@ -89,10 +89,11 @@ class Strips:
         def store(_: Any, ref: Any, value: Any) -> None:
             element = ir.MemRefType(ref.type).element_type
             base, void = self._first(ref, element), ir.Type.parse("!llvm.void")
+            size = self.unit * utils.bitwidth(element)
             for i, x in enumerate(value.registers.flat):
                 done = 0
                 for byte, word, words in self._moves(element, i):
-                    whole = _as(x, ir.VectorType.get((self.unit * utils.bitwidth(element) // utils.bitwidth(word),), word))
+                    whole = _as(x, ir.VectorType.get((size // utils.bitwidth(word),), word))
                     parts = [_part(whole, done + j) for j in range(words)]
                     done += words
                     code = f"st.global.cs{_form(word, words)} [${words} + {byte}], {_set(words)};"
@@ -117,9 +118,7 @@ class Strips:
 
     def _first(self, ref: Any, element: Any) -> Any:
         """Where this thread's first number is."""
-        number = ir.IntegerType.get_signless(32)
-        thread = arith.remui(utils.thread_idx(), arith.constant(number, ir.IntegerAttr.get(number, THREADS)))
-        at = arith.muli(thread, arith.constant(number, ir.IntegerAttr.get(number, self.unit)))
+        at = arith.muli(arith.remui(utils.thread_idx(), _number(THREADS)), _number(self.unit))
         return utils.getelementptr(utils.memref_ptr(ref), [at], element)
 
 
@@ -134,6 +133,11 @@ def store_number(ref: Any, value: Any, interpret: Any) -> None:
         llvm.store(value.registers.item(), utils.memref_ptr(ref))
 
     store(ref, value)
+
+
+def _number(n: int) -> Any:
+    """A constant of 32 bits."""
+    return utils.c(n, ir.IntegerType.get_signless(32))
 
 
 def _letter(word: Any) -> str:
@@ -156,8 +160,7 @@ def _part(x: Any, i: int) -> Any:
 def _vector(parts: list[Any], element: Any) -> Any:
     made = llvm.mlir_undef(ir.VectorType.get((len(parts),), element))
     for i, x in enumerate(parts):
-        number = ir.IntegerType.get_signless(32)
-        made = llvm.insertelement(made, x, arith.constant(number, ir.IntegerAttr.get(number, i)))
+        made = llvm.insertelement(made, x, _number(i))
     return made
 
 

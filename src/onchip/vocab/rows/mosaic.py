@@ -33,7 +33,7 @@ _WORD = 16  # bytes that a thread moves at a time, at most
 _TILE = 32  # numbers of a tile that a thread has, at most
 
 
-class RowTiles(NamedTuple):
+class RowWalk(NamedTuple):
     """How a row is walked through."""
 
     unit: int
@@ -44,12 +44,12 @@ class RowTiles(NamedTuple):
     """Whether the next tile is on its way while one is worked on."""
 
     @staticmethod
-    def of(vocab: int, dtype: Any, *, soft: bool = False) -> "RowTiles":
+    def of(vocab: int, dtype: Any, *, soft: bool = False) -> "RowWalk":
         """For rows of so many logits, which may have labels beside them."""
         unit = _WORD // jnp.dtype(dtype).itemsize
         while vocab % unit or vocab < THREADS * unit:
             unit //= 2
-        return RowTiles(unit, max(1, min(_TILE // (1 + soft) // unit, vocab // (THREADS * unit))))
+        return RowWalk(unit, max(1, min(_TILE // (1 + soft) // unit, vocab // (THREADS * unit))))
 
 
 def statistics(
@@ -61,7 +61,7 @@ def statistics(
     *,
     wanted: Wanted,
     labels: Array | None = None,  # [T, V] float32, bfloat16 or float16: soft ones
-    tiles: RowTiles | None = None,
+    tiles: RowWalk | None = None,
     interpret: Any = None,
 ) -> dict[str, Array]:
     """The softmax of each row, [T] each, as fields of `onchip.vocab.xla.tiles.Softmax`; and `best`, the largest x.
@@ -70,7 +70,7 @@ def statistics(
     weights of classes `plain_cost` and `plain_mass` too, which are not.
     """
     tokens, vocab = logits.shape
-    t = tiles or RowTiles.of(vocab, logits.dtype, soft=labels is not None)
+    t = tiles or RowWalk.of(vocab, logits.dtype, soft=labels is not None)
     strips = Strips(THREADS * t.unit, t.unit, interpret)
     kinds = {"best": True, "total": True, "below": True, "offset_sum": wanted.even, "moment": wanted.entropy}
     kinds |= {"argmax": wanted.argmax, "squares": wanted.sum_sq, "squares_below": wanted.sum_sq}
@@ -225,12 +225,12 @@ def gradients(
     gradient: RowGradient,
     *,
     labels: Array | None = None,  # as in `statistics`, with `gradient.labels`
-    tiles: RowTiles | None = None,
+    tiles: RowWalk | None = None,
     interpret: Any = None,
 ) -> Array:
     """The gradient of each row of logits, [T, V] in their dtype."""
     tokens, vocab = logits.shape
-    t = tiles or RowTiles.of(vocab, logits.dtype, soft=labels is not None)
+    t = tiles or RowWalk.of(vocab, logits.dtype, soft=labels is not None)
     strips = Strips(THREADS * t.unit, t.unit, interpret)
     vectors = {name: x for name, x in gradient._asdict().items() if x is not None}
 
@@ -285,11 +285,11 @@ def gradients(
     inputs |= {f"by {name}": x for name, x in vectors.items() if name != "at_id" or ids is not None}
     lacking = gradient.even is not None or labels is not None
     inputs |= {"ids": ids, "class_weight": class_weight if lacking else None, "labels": labels}
-    made = launch(
+    made: Array = launch(
         body, inputs, {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}, (), grid={"row": tokens},
         warpgroups=None, name="row_gradients", interpret=interpret,
-    )  # fmt: skip
-    return made["out"]
+    )["out"]  # fmt: skip
+    return made
 
 
 def _unscaled(refs: Mapping[str, Any], strips: Strips) -> Callable[[Any], Any]:
@@ -304,7 +304,7 @@ def _walk(
     source: Any,  # [T, V], or None: nothing is read
     row: Any,
     vocab: int,
-    t: RowTiles,
+    t: RowWalk,
     strips: Strips,
     take: Callable[[Any, int, list[Any], Any], Any],
     state: Any,
