@@ -38,7 +38,6 @@ from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
 from onchip.vocab.xla.parallel import check_axis, shard_of, split_as
 from onchip.vocab.xla.tiles import XlaTokenStats
 
-
 BACKENDS = tuple(ROWS)
 
 

@@ -37,7 +37,7 @@ from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
 from onchip.vocab import jax_ways
-from onchip.vocab.jax_ways import MODULES, Backend
+from onchip.vocab.jax_ways import Backend
 from onchip.vocab.memory import Problem
 from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import parallel
@@ -55,6 +55,7 @@ from onchip.vocab.xla.tiles import (
 )
 
 ON_MESH = f"sharded_{OP}"
+BACKENDS = tuple(jax_ways.MODULES)
 
 
 class LogProbs(NamedTuple):
@@ -506,7 +507,8 @@ def _planned(
     static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
 ) -> tuple[ModuleType, Any, LossCall]:
     """The backend, its plan, and the call in the form that it takes."""
-    (ids, transform), options, backend = constants, static.options, _way(static, of)
+    (ids, transform), options = constants, static.options
+    backend, source = jax_ways.way_to(static.backend, of)
     plan: Any
     if isinstance(of, XlaProjection):
         strategy = "recompute" if static.recompute else "auto"
@@ -516,28 +518,21 @@ def _planned(
         plan = jax_ways.row_plan(problem, static.backend, options.scratch_bytes)
     one = ids.shape[1] == 1
     selected = backend.select(plan, ids[:, 0] if one else jnp.where((ids != IGNORED).any(1), 0, IGNORED))
-    source, own = _source(backend, of), selected.take(ids, IGNORED)
+    own = selected.take(ids, IGNORED)
     return backend, plan, LossCall(source, transform.by_row(selected), selected, own, shard=static.shard)
 
 
 def _rows(static: Static, logits: jax.Array, constants: tuple[jax.Array, Transform], needed: bool) -> RowsProblem:
     """The problem of a call with logits [T, V]."""
-    on, asked = "cpu" if static.platform == "cpu" else "cuda", _asked(static.options, constants)
-    return RowsProblem(*logits.shape, logits.dtype.name, on, needed, op=spec.LOGITS_OP, **asked)
-
-
-def _way(static: Static, of: XlaProjection | jax.Array) -> ModuleType:
-    return (MODULES if isinstance(of, XlaProjection) else jax_ways.ROWS)[static.backend]
-
-
-def _source(backend: ModuleType, of: XlaProjection | jax.Array) -> Any:
-    return of if isinstance(of, XlaProjection) else backend.of_logits(of)
+    on, (tokens, vocab) = "cpu" if static.platform == "cpu" else "cuda", logits.shape
+    asked = _asked(static.options, constants)
+    return RowsProblem(tokens, vocab, logits.dtype.name, on, needed, op=spec.LOGITS_OP, **asked)
 
 
 def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
     of, known = saved.arrays
-    backend = _way(static, of)
-    known = known._replace(call=known.call._replace(source=_source(backend, of)))
+    backend, source = jax_ways.way_to(static.backend, of)
+    known = known._replace(call=known.call._replace(source=source))
     gradient = gradient_by_outputs(known.call.tokens, known.call.ids, known.stats, upstream)
     return jax_ways.each(backend, partial(backend.gradients, saved.plan, needs))(known, gradient)
 

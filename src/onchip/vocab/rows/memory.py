@@ -52,6 +52,21 @@ class RowsProblem:
     """Bytes that ranks exchange if the vocabulary is sharded."""
 
 
+MOSAIC_LEAST = 128
+"""Logits that a row must have for JAX's kernels: one for each thread."""
+
+
+def mosaic_refusal(p: RowsProblem, platform: str) -> str | None:
+    """Why JAX's kernels can't serve the call, whatever the GPU, or None; `platform` is JAX's."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if "float64" in (p.dtype, p.labels):
+        return "it takes no float64; pass backend='xla', or 'auto'"
+    if p.vocab < MOSAIC_LEAST:
+        return f"it needs rows of at least {MOSAIC_LEAST} logits; got V={p.vocab}"
+    return None
+
+
 def logits_bytes(p: RowsProblem) -> int:
     """Bytes of the logits in float32, which this op never stores."""
     return 4 * p.tokens * p.vocab

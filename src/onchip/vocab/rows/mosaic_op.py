@@ -14,8 +14,10 @@ from onchip.frontend.jax_call import IGNORED
 from onchip.frontend.jax_inputs import hopper_refusal
 from onchip.kernels.mosaic.maths import tanh
 from onchip.vocab.chunks import ChunkConfig
+from onchip.vocab.rows import memory
 from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla.loss import LabelSums, LossCall
+from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import (
     CountedTokens,
     Softmax,
@@ -29,8 +31,6 @@ from onchip.vocab.xla.walk import Entries, XlaSaved
 
 Array = jax.Array
 SEQUENTIAL = True
-LEAST = 128
-"""Logits that a row must have: one for each thread."""
 Saved = XlaSaved
 
 
@@ -55,17 +55,11 @@ class InPlace(CountedTokens):
         return self.kept
 
 
-def refusal(problem: RowsProblem, shard: Any = None) -> str | None:
+def refusal(problem: RowsProblem, platform: str, shard: Shard | None = None) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    if problem.dtype == "float64":
-        return "it takes float32, bfloat16 and float16 logits; these are float64"
-    if problem.vocab < LEAST:
-        return f"rows have at least {LEAST} logits; these have {problem.vocab}"
-    if problem.labels == "float64":
-        return "it takes float32, bfloat16 and float16 labels; these are float64"
     if shard is not None:
         return "it doesn't take a split vocabulary; pass backend='xla'"
-    return hopper_refusal()
+    return memory.mosaic_refusal(problem, platform) or hopper_refusal()
 
 
 def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
@@ -88,28 +82,29 @@ def forward(
     class_weight = call.class_weight if wanted.even or entries is not None else None
     of_kernel = wanted._replace(argmax=wanted.argmax or entries is not None)
     made = mosaic.statistics(logits, kept, factor, inner, class_weight, wanted=of_kernel, labels=entries)
-    best, found = made.pop("best") * factor, made.get("argmax")
+    best = made["best"] * factor
+    summed: Any = {x: made.get(x) for x in ("total", "below", "offset_sum", "moment", "squares", "squares_below")}
     softmax = Softmax(
         best,
         picked=best[:, None] if entries is not None else _picked(logits, call.ids, transform, factor, best),
         weight=jnp.broadcast_to(jnp.sum(call.class_weight), best.shape) if wanted.weighed else None,
-        **{name: made.get(name) for name in ("total", "below", "offset_sum", "moment", "squares", "squares_below")},
         # -1 for rows in which all logits are -inf, as in plain JAX.
-        argmax=jnp.where(found == mosaic.NO_COLUMN, -1, found) if wanted.argmax else None,
+        argmax=jnp.where(made["argmax"] == mosaic.NO_COLUMN, -1, made["argmax"]) if wanted.argmax else None,
+        **summed,
     )
     sums = None
     if entries is None:
         stats = softmax.complete(call.ids, call.vocab)
     else:
-        stats, sums, call = _with_labels(call, wanted, softmax, found, made)
+        stats, sums, call = _with_labels(call, wanted, softmax, made)
     return stats, sums, XlaSaved(call, stats.known) if any(jax.tree.leaves(needs)) else None
 
 
 def _with_labels(
-    call: LossCall, wanted: Wanted, softmax: Softmax, found: Any, made: Mapping[str, Array]
+    call: LossCall, wanted: Wanted, softmax: Softmax, made: Mapping[str, Array]
 ) -> tuple[XlaTokenStats, LabelSums, LossCall]:
     """As `onchip.vocab.xla.walk.of_every_entry`."""
-    largest = jnp.minimum(found, call.vocab - 1)  # any, if all logits are -inf
+    largest = jnp.minimum(made["argmax"], call.vocab - 1)  # any, if all logits are -inf
     label = jnp.take_along_axis(call.entries, largest[:, None], 1)[:, 0].astype(jnp.float32)
     entries = Entries(softmax, largest, -made["cost"], made["mass"], label)
     if wanted.entropy:
@@ -128,11 +123,12 @@ def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaToken
     logits, transform, ids, one = call.source.bits, call.transform, call.ids, call.ids.shape[1] == 1
     factor, inner = _factor(transform), _inner(transform)
     gradient = gradient.times(transform.factor())
-    of_entropy = gradient.entropy is not None
+    center: Any
+    center, width = (stats.lse, None) if gradient.entropy is None else (stats.mean, stats.entropy)
     of_rows = mosaic.RowGradient(
         gradient.factor,
-        stats.mean if of_entropy else stats.lse,
-        stats.entropy if of_entropy else None,
+        center,
+        width,
         gradient.entropy,
         gradient.even,
         gradient.labels,
