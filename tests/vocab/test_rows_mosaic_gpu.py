@@ -23,8 +23,9 @@ VALUES = LogProbsCase("kernels, logits", 61, 0, 50264, ignored=0.3)
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0, "logit_scale": 0.5}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("vocab", [131, 2056, 50257, 50264])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(131, "float32"), (2056, "bfloat16"), (50257, "float16"), (50264, "bfloat16")]
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -41,7 +42,7 @@ def test_losses(changes, vocab, dtype):
     assert_within_bounds(LOSSES.check_case(case, dtype, "cuda", backend="mosaic_gpu"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(
     "changes",
