@@ -200,7 +200,10 @@ def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static,
     axes = () if static.mesh is None else static.mesh.spread.tokens
     constants = Constants.of(given, static.options, accumulator(logits.dtype), axes)
     static, logits = split_as(static, vocab), logits.reshape(logits.size // vocab, vocab)
-    refused = row_refusals(_problem(static, True, logits, constants), static.platform, static.shard)
+    problem = _problem(static, True, logits, constants)
+    refused = row_refusals(problem, static.platform, static.shard)
+    if static.backend == "auto" and problem.labels and "mosaic_gpu" in refused:
+        refused["mosaic_gpu"] = "with labels for every entry it has not run on a GPU yet"
     return static._replace(backend=choose_backend(OP, static.backend, refused)), logits, constants
 
 
