@@ -99,8 +99,8 @@ def linear_jsd(
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB", or
             a float in (0, 1], that part of both models' float32 logits.  Default: 256 MiB or an eighth of those,
             whichever is more, and at least what one chunk needs.
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products in bfloat16 and float16, no teacher_topk, no
-            gradient of teacher_logits), "plain" (PyTorch's own operations, on any device) or "auto": the first of
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products in bfloat16 and float16, no gradient
+            of teacher_logits), "plain" (PyTorch's own operations, on any device) or "auto": the first of
             these that can run the call.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: for a vocabulary that is sharded over
             the ranks of a process group, as in `linear_cross_entropy`.  Each rank passes its rows of both models'
@@ -313,7 +313,7 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     reason = triton_op.refusal(call)
     chosen = choose_torch_backend(op, given["backend"], first.device, reason)
     if chosen == "triton":
-        call = call._replace(kernels=shards.there)
+        call = call._replace(kernels=shards.there or topk is not None)
         if not shards.there or shards.rows > 0:  # an empty shard has nothing for them, and exchanges the same
             return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
