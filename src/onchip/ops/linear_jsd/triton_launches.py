@@ -59,7 +59,9 @@ class Pair:
     ignore_index: int
     target_logit: Tensor  # [T] float32
     stats: Tensor  # [STATS, T] float32, and after these what `numbers` has
-    topk: Tensor | None  # [T, K] int32: the ids of a top-k teacher, ascending; others than of these logits stand for none
+    topk: (
+        Tensor | None
+    )  # [T, K] int32: the ids of a top-k teacher, ascending; others than of these logits stand for none
 
     @staticmethod
     def of(call: JsdCall, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
@@ -250,9 +252,7 @@ def _gradient_in(to: LogitBuffer | Tensor | None) -> JsdGradient:
     )
 
 
-def _of_topk(
-    pair: Pair, made: Mapping[int, JsdLogits], first: int, tiles: int, **more: Any
-) -> dict[str, Any]:
+def _of_topk(pair: Pair, made: Mapping[int, JsdLogits], first: int, tiles: int, **more: Any) -> dict[str, Any]:
     """Arguments of both kernels of a top-k teacher."""
     assert pair.topk is not None
     student = {**pair.given, **made}[0]

@@ -36,7 +36,7 @@ NO_ID = tl.constexpr(2**31 - 1)
 def topk_log_probs(
     student,  # JsdLogits
     stats,  # [STATS, T] float32, by position
-    found,  # [T, K + 1] float32 out, by position: log-probabilities, 0 of ids that no logit has; that of all other logits
+    found,  # [T, K + 1] float32 out, by position: the ids' log-probabilities, 0 where no logit is theirs; all others'
     ids,  # [T, K] int32, by token: ascending
     order,  # [T] int32: the token of a position
     count,  # [1] int32

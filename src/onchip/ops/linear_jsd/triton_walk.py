@@ -202,9 +202,7 @@ def _put_label(pair: Pair, numbers: Tensor, order: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------- a top-k teacher
 
 
-def _forward_of_topk(
-    pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], of_call: Callable[..., Any]
-) -> Tensor:
+def _forward_of_topk(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], of_call: Callable[..., Any]) -> Tensor:
     """The loss; PyTorch's operations make it, and what gradients are made from, of each chunk of tokens."""
     call, stats = pair.call, pair.stats
     losses = stated.zeros(call.number, torch.float32, stats.device)
