@@ -21,7 +21,7 @@ from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
-from onchip.torch import TopK, linear_jsd
+from onchip.torch import linear_jsd
 
 CHECKS = {}
 check = registering(CHECKS)
@@ -39,7 +39,7 @@ def assert_right(case, dtype=torch.float16):
 
 
 # Of `onchip check`'s cases those that take ways of their own through the products' kernels, with few tokens.
-NAMES = ("ragged", "equal models", "per token", "masked vocab", "teacher's logits", "everything")
+NAMES = ("ragged", "equal models", "per token", "masked vocab", "teacher's logits", "everything", "top-k, tail")
 CASES = {c.name: replace(c, tokens=4) for c in CHECK_CASES if c.name in NAMES}
 
 
@@ -71,6 +71,11 @@ LOGITS = {
         "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
         options={"beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
     ),
+    **{
+        f"{c.name}, beta {b}": replace(c, tokens=9, student="logits", ignored=0.3, options={"beta": b} | more)
+        for c in CHECK_CASES if c.name.startswith("top-k")
+        for b, more in ((0.0, {}), (0.4, {"temperature": 2.0, "hard_weight": 0.3, "reduction": "none"}), (1.0, {}))
+    },
     "equal": JsdCase("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
 }  # fmt: skip
 
@@ -135,8 +140,6 @@ def places(name):
 @check()
 def what_is_refused_says_why():
     h, w, x, v = problem()
-    with pytest.raises(ValueError, match="no kernel for teacher_topk; pass backend='plain'"):
-        op(h, w, teacher_topk=TopK(torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), "log_probs", "tail"))
     with pytest.raises(ValueError, match="no kernel for the gradient of teacher_logits"):
         op(h, w, teacher_logits=torch.zeros(6, 300, requires_grad=True), teacher_grad=True)
     with pytest.raises(ValueError, match="not float32"):
