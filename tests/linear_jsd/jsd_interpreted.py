@@ -18,10 +18,11 @@ import torch
 from interpreter import main, registering
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_memory as triton_spec
+from onchip.ops.linear_jsd import triton_op
 from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
-from onchip.torch import linear_jsd
+from onchip.torch import TopK, linear_jsd
 
 CHECKS = {}
 check = registering(CHECKS)
@@ -138,6 +139,18 @@ def places(name):
 
 
 @check()
+def a_topk_takes_kernels_that_are_named():
+    """They haven't been measured on a GPU."""
+    h, w, *_ = problem()
+    known = TopK(torch.zeros(6, 1, dtype=torch.int64), torch.full((6, 1), -2.0), "log_probs", "tail")
+    with mock.patch.object(triton_op, "run", side_effect=NotImplementedError):
+        assert linear_jsd(h, w, teacher_topk=known).isfinite()
+        for backend, teacher in (("triton", {"teacher_topk": known}), ("auto", {"teacher_logits": torch.ones(6, 300)})):
+            with pytest.raises(NotImplementedError):
+                linear_jsd(h, w, **teacher, backend=backend)
+
+
+@check()
 def what_is_refused_says_why():
     h, w, x, v = problem()
     with pytest.raises(ValueError, match="no kernel for the gradient of teacher_logits"):
@@ -148,12 +161,18 @@ def what_is_refused_says_why():
         op(h, w, x, v, scratch_bytes=1)
 
 
+TOPK_OF_EACH = {
+    "logits-top-k, tail, beta 0.4",
+    "logits-top-k, truncated, beta 0.0",
+    "logits-top-k, renormalised, beta 1.0",
+}
 # What differs from another by a number.
 SLOW = (
     "tiles_of_fewer_tokens",
-    *(f"case-{x}" for x in ("per token", "equal models", "masked vocab")),
+    *(f"case-{x}" for x in ("per token", "equal models", "masked vocab", "top-k, tail")),
     *(f"places-{x}" for x in ("recomputed", "held in scratch")),
     *(f"logits-{x}, beta {b}" for x in ("logits", "close") for b in (0.0, 1.0)),
+    *(x for x in CHECKS if x.startswith("logits-top-k") and x not in TOPK_OF_EACH),
     *(f"logits-{x}" for x in ("beta 0.1", "large logits, beta 1.0", "offset 1e4")),
 )
 assert CHECKS.keys() >= set(SLOW)

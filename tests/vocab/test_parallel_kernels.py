@@ -135,32 +135,40 @@ def kernels_of_logits(rank, ranks):
         out_of_range(op, given | labels, bad_ids(next(iter(labels.values()))), rank, **how)
 
 
-def kernels_of_every_entry(rank, ranks):
-    """Labels for every entry, by each option, with an empty shard and with padding."""
-    labels, all_of = dense(TILES, ROWS), OF_LABELS | {"label_smoothing": 0.3}
-    each = {"token_weight": factors(*ROWS), "temperature": factors(*ROWS), "reduction": "none"}
+def kernels_of_every_entry(rank, ranks, *, few=False):
+    """Labels for every entry, by each option or a `few`, with an empty shard and with padding."""
+    shape = (1, 3) if few else ROWS
+    labels, all_of = dense(TILES, shape), OF_LABELS | {"label_smoothing": 0.3}
+    each = {"token_weight": factors(*shape), "temperature": factors(*shape), "reduction": "none"}
     cases = {name: how for name, how in OF_KERNELS.items() if name != "plain"}
-    cases |= {"plain": {}, "everything": all_of | each, "all smoothed": {"label_smoothing": 1.0, "return_stats": True}}
-    logits, half = of_kernels("logits", scale=4.0), of_kernels(dtype=torch.float16, scale=0.25)
-    of = {"backend": "triton", "exact": torch.float64, "near": within(2e-5)}
+    cases |= {"everything": all_of | each, "plain": {}, "all smoothed": {"label_smoothing": 1.0, "return_stats": True}}
+    logits = of_kernels("logits", shape=shape, scale=4.0)
+    half = of_kernels(shape=shape, dtype=torch.float16, scale=0.25)
+    of = {"backend": "triton", "exact": torch.float64, "near": within(2e-5), "times": 1 if few else 2}
     layouts = itertools.cycle(([300, 400], [700, 0], [1, 699]))
-    for how in cases.values():
+    for name in ("everything", "plain") if few else cases:
         with exchanges() as seen:
-            compare(cross_entropy, logits | {"target": labels}, how, next(layouts), rank, **of)
+            compare(cross_entropy, logits | {"target": labels}, cases[name], next(layouts), rank, **of)
         assert len(seen) == 1
-    compare(cross_entropy, logits | {"target": labels}, all_of, [300, 400], rank, size=368, way=registered, **of)
-    of |= {"exact": torch.float32, "near": within(2e-3)}
-    for name in ("plain", "all smoothed", "everything"):
-        compare(linear_cross_entropy, half | {"target": labels}, cases[name], next(layouts), rank, **of)
-    given = half | {"target": labels}
-    compare(linear_cross_entropy, given, all_of, [300, 400], rank, size=368, way=registered, dim=1, **of)
-    huge = {"logits": 1e4 + 3 * random(*ROWS, TILES)}
-    compare(cross_entropy, huge | {"target": labels}, {}, [300, 400], rank, **of | {"exact": torch.float64})
+    half_of = of | {"exact": torch.float32, "near": within(2e-3)}
+    for name in ("everything",) if few else ("plain", "all smoothed", "everything"):
+        compare(linear_cross_entropy, half | {"target": labels}, cases[name], next(layouts), rank, **half_of)
+    if few:
+        return
+    padded_to = {"size": 368, "way": registered}
+    compare(cross_entropy, logits | {"target": labels}, all_of, [300, 400], rank, **padded_to, **of)
+    compare(linear_cross_entropy, half | {"target": labels}, all_of, [300, 400], rank, dim=1, **padded_to, **half_of)
+    huge = {"logits": 1e4 + 3 * random(*shape, TILES)}
+    compare(cross_entropy, huge | {"target": labels}, {}, [300, 400], rank, **of)
 
 
-def test_kernels_of_every_entry(tmp_path, monkeypatch):
+few_or_all = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
+
+
+@few_or_all
+def test_kernels_of_every_entry(few, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"every entry": kernels_of_every_entry}, timeout=120)
+    spawn(tmp_path, 2, {"every entry": partial(kernels_of_every_entry, few=few)}, timeout=120)
 
 
 def test_kernels(tmp_path, monkeypatch):
@@ -208,29 +216,35 @@ def kernels_of_models(rank, ranks, kinds, shape, dtype, bound, *, few=False):
             linear_jsd(**own, scratch_bytes=1, **shards)
 
 
-def kernels_of_topk(rank, ranks):
-    """Of a top-k teacher each option of logits; of a head, whose tokens are sharded, with all of them."""
-    vocab, shape, layouts = 400, (2, 4), itertools.cycle(([100, 300], [400, 0], [1, 399]))
+def kernels_of_topk(rank, ranks, *, few=False):
+    """Of a top-k teacher each option of logits, or one for each teacher; of a head, whose tokens are sharded, with all
+    of them.
+    """
+    vocab, shape, layouts = 400, (2, 1 if few else 4), itertools.cycle(([100, 300], [400, 0], [1, 399]))
     logits, head = models("logits", vocab=vocab, shape=shape), models("head", vocab=vocab, shape=shape)
     single, half = (
         {n: x.to(dtype) for n, x in g.items()} for g, dtype in ((logits, torch.float32), (head, torch.half))
     )
-    for how, teacher in itertools.product(divergence(vocab, shape).values(), teachers(vocab, shape)):
+    options, known = divergence(vocab, shape).values(), list(teachers(vocab, shape))
+    for how, teacher in zip(options, known, strict=True) if few else itertools.product(options, known):
         if how.get("beta") != 1.0 or not bool(teacher.values.isinf().any()):  # it would be infinite
             how, of = how | {"teacher_topk": teacher}, {"backend": "triton", "near": within(1e-5)}
-            compare(jsd, single, how, next(layouts), rank, exact=torch.float64, **of)
+            compare(jsd, single, how, next(layouts), rank, exact=torch.float64, times=1 if few else 2, **of)
+    if few:
+        return
     hard = {"beta": 0.4, "hard_weight": 0.3, "temperature": 1.5, "target": ids(vocab, shape)}
     of = {"backend": "triton", "near": within(2e-3), "exact": torch.float32}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_memory, "plan", lambda *_: JsdPlan(4, 0, 256, 256))
-        for teacher, dim in zip(teachers(vocab, shape), (1, None, 1), strict=False):
+        for teacher, dim in zip(known, (1, None, 1), strict=False):
             compare(linear_jsd, half, hard | {"teacher_topk": teacher}, next(layouts), rank, dim=dim, **of)
         compare(linear_jsd, half, hard | {"teacher_topk": teacher}, [200, 200], rank, size=218, way=registered, **of)
 
 
-def test_kernels_of_a_topk(tmp_path, monkeypatch):
+@few_or_all
+def test_kernels_of_a_topk(few, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"topk": kernels_of_topk}, timeout=100)
+    spawn(tmp_path, 2, {"topk": partial(kernels_of_topk, few=few)}, timeout=100)
 
 
 HEADS = {"kinds": ("head", "head"), "shape": (2, 2), "dtype": torch.float16, "bound": 2e-3}
