@@ -207,7 +207,7 @@ def _write_by_every_entry(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor
     part, mine = parallel.class_weight_of_shard(call.class_weight, call.shards), walk.without_padding(call, out)
     if mine.numel() > 0:
         options, factor = dense.for_kernels(options, call.shards)
-        if call.shards.there:
+        if call.shards.there and mass is not None:
             row, mass = row * factor, mass / factor
         with device_of(out):
             launch_soft(

@@ -257,12 +257,13 @@ def _topk_chunks(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], after:
     """What the student gives the K entries and all others, [T, K + 1] by position, and its softmax in `stats`.
     `after` is called with it for each chunk, and with the arguments of `Take`.
     """
-    call, device = pair.call, pair.stats.device
-    found = stated.zeros((call.number, call.indices.shape[-1] + 1), torch.float32, device)
+    call, device, ids = pair.call, pair.stats.device, pair.call.indices
+    assert ids is not None
+    found = stated.zeros((call.number, ids.shape[-1] + 1), torch.float32, device)
     unused = stated.empty(call.number, torch.float32, device)
 
     def take(made: Any, first: int, size: int, into: Any) -> None:
-        of_student = UNSCALED | NO_TERMS
+        of_student: dict[str, Any] = UNSCALED | NO_TERMS
         divergence(pair, made, first, size, 0, pair.tiles, {}, loss=unused, **of_student).run()
         topk_log_probs(pair, made, first, size, found).run()
         after(found, made, first, size, into)

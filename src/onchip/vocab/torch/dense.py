@@ -338,12 +338,12 @@ def sums_of_kernels(
     assert mass is not None
     total = largest = likeliest = None
     if options.return_stats:
+        assert expected is not None
         total = labels.sum(-1, dtype=lse.dtype).view(-1)
         largest, likeliest = (x.reshape(-1) for x in labels.max(-1))
         largest = largest.to(lse.dtype)
         expected = torch.where(total == 0, 0, expected)
-    else:
-        argmax = torch.zeros_like(lse, dtype=torch.int64)
+    argmax = torch.zeros_like(lse, dtype=torch.int64) if argmax is None else argmax
     # A shard that is all out of the vocabulary has no softmax of its own, nor costs without labels.
     cost = torch.where(mass == 0, 0, value * -factor)
     softmax = TokenStats(lse, less.log1p()[:, None], argmax, entropy, None, None, None, None, top, low)
