@@ -175,7 +175,7 @@ def _of_every_entry_in_shard(call: CrossEntropyCall) -> loss.LossOutputs:
         return dense.combined(OP, call, dense.dense_sums(torch_rows.Rows(call.mine), *given), tokens)
     if call.options.scratch_bytes is not None:
         call.config()
-    options, factor = dense.for_kernels(replace(call.options, z_loss=0.0), call.shards)
+    options, factor = dense.for_kernels(call.options, call.shards, forward=True)
     out = loss.LossOutputs.empty(call, call.logits, kernels=True, reduced=False)
     if call.number > 0:
         launch_soft("soft_losses", call.mine, labels, None, tau, options, part, **out.of_labels)

@@ -258,7 +258,7 @@ def _forward_of_labels_of_shard(call: LinearCrossEntropyCall) -> LinearCrossEntr
     from onchip.vocab.triton import labels
 
     mine, tokens = dense.local(call), call.tokens(check_values=call.options.check_inputs)
-    options, factor = dense.for_kernels(replace(call.options, z_loss=0.0), call.shards)
+    options, factor = dense.for_kernels(call.options, call.shards, forward=True)
     config = _plan(call)
     saved = setup.make_saved(mine, config)
     run = setup.make_run(mine, options, saved.vectors, mine.weight_grad_out, mine.class_weight, weight=saved.weight)

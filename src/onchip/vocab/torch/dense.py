@@ -310,18 +310,11 @@ def dense_gradient(
 # ------------------------------------------------------------------------------------------------------------ shards
 
 
-def for_kernels(options: Any, shards: Shards) -> tuple[Any, float]:
-    """The options with which kernels run on this rank's entries, and the factor of the labels, of their loss and of its
-    gradient.
-
-    What each entry gets of the label smoothing is what it gets in the whole vocabulary, but for the factor.
+def for_kernels(options: Any, shards: Shards, *, forward: bool = False) -> tuple[Any, float]:
+    """The options with which kernels run on this rank's entries, in `forward` or in backward, and the factor of the
+    labels, of their loss and of its gradient.
     """
-    if not shards.there:
-        return options, 1.0
-    eps = options.label_smoothing
-    spread = eps * shards.rows / shards.vocab
-    factor = 1 - eps + spread
-    return replace(options, label_smoothing=spread / factor, z_loss=options.z_loss / factor), factor
+    return maths.of_shard(options, shards.rows, shards.vocab, value=forward) if shards.there else (options, 1.0)
 
 
 def sums_of_kernels(
