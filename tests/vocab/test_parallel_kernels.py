@@ -159,7 +159,8 @@ def kernels_of_every_entry(rank, ranks, *, few=False):
     compare(cross_entropy, logits | {"target": labels}, all_of, [300, 400], rank, **padded_to, **of)
     compare(linear_cross_entropy, half | {"target": labels}, all_of, [300, 400], rank, dim=1, **padded_to, **half_of)
     huge = {"logits": 1e4 + 3 * random(*shape, TILES)}
-    compare(cross_entropy, huge | {"target": labels}, {}, [300, 400], rank, **of)
+    # float32 holds an lse of 1e4 to 5e-4, and a gradient is as far off.
+    compare(cross_entropy, huge | {"target": labels}, {}, [300, 400], rank, **of | {"near": within(1e-3)})
 
 
 few_or_all = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
