@@ -20,12 +20,11 @@ test: $(VENV)/.for-dev
 test-all: $(VENV)/.for-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu and not browser' -n auto --dist loadfile --no-loadscope-reorder
 
+# Which modules import which, and that pages show what results/ holds, are tests: test_architecture.py, test_measured.py.
 check: $(VENV)/.for-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
-	$(BIN)/python tools/measured.py --check
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 120 --calls 100 --seed 0  # always the same calls, so the commit is to blame
 

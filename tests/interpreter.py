@@ -8,28 +8,22 @@ import functools
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 import traceback
 import warnings
-from pathlib import Path
+from importlib import import_module
 
 import numpy as np
 import torch
 
+from processes import run_script
+
 
 def run_all(script, names):
     """What the checks `names` of a script said, "" or a traceback, and what its process said at last if it failed."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(script).parent), *filter(None, sys.path)]),
-    }
-    command = [sys.executable, str(script), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    outcomes = map(json.loads, done.stdout.splitlines())
-    return {x["name"]: x["error"] for x in outcomes}, done.stderr[-4000:] if done.returncode else ""
+    code, said, errors = run_script(script, names, os.environ | {"TRITON_INTERPRET": "1"}, 900)
+    outcomes = map(json.loads, said.splitlines())
+    return {x["name"]: x["error"] for x in outcomes}, errors[-4000:] if code else ""
 
 
 def registering(checks):
@@ -74,16 +68,6 @@ def speed_up():
             a, b = (interpreter.TensorHandle(x.data.astype(np.float32), interpreter.tl.float32) for x in (a, b))
         return dot(self, a, b, d, *how)
 
-    def patch_attr(obj, name, member, builder, scope):
-        """Its own makes a dict of each call's options."""
-        semantic = interpreter.TritonSemantic(builder)
-
-        def operation(*arguments, **options):
-            options["_semantic"] = semantic
-            return member(*arguments, **options)
-
-        scope.set_attr(obj, name, operation)
-
     # It makes and describes a shape and its tuples anew for each number.
     @functools.cache
     def shape_of(*sizes):
@@ -91,22 +75,23 @@ def speed_up():
         return core.tuple(sizes), core.tuple(map(core.constexpr, sizes)), core.constexpr(math.prod(sizes))
 
     def start_type(self, element_ty, shape):
-        self.element_ty = element_ty
-        self.shape, _, count = shape_of(*map(core._unwrap_if_constexpr, shape))
-        self.numel = count.value
+        self.element_ty, self.sizes = element_ty, shape_of(*map(core._unwrap_if_constexpr, shape))
+        self.shape, self.numel = self.sizes[0], self.sizes[2].value
 
     def start_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        _, self.shape, self.numel = shape_of(*type.shape) if type.is_block() else shape_of()
+        _, self.shape, self.numel = type.sizes if type.__class__ is core.block_type else of_one
 
     core = interpreter.tl.core
-    core.block_type.__init__, core.tensor.__init__, interpreter._patch_attr = start_type, start_tensor, patch_attr
+    of_one = shape_of()
+    core.block_type.__init__, core.tensor.__init__ = start_type, start_tensor
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     interpreter._patch_lang, interpreter.InterpreterBuilder.create_dot = patch_once, create_dot
     # It makes a table of them for each one that it looks up.
     interpreter._get_np_dtype = lambda x: (numpy_dtype if x.scalar.is_ptr() else known_dtype)(x.scalar)
     # No index of these small problems overflows, and to look for it takes four further operations for each.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    import_module("interpreter_operators").put()
 
 
 def main(checks, names):
@@ -115,7 +100,7 @@ def main(checks, names):
     torch.set_num_threads(1)
     speed_up()
     # Fills what torch.empty and its kin return with NaN, and with the largest integer.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # unlike use_deterministic_algorithms, imports no compiler for a second
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
     for name in names or checks:

@@ -367,10 +367,9 @@ def _attention():
         return blank(*x.shape, dtype=INT)
 
     for case in attention_cases.SUITES["cuda"]:
-        if case.size <= 128:
-            sizes = {x: getattr(case, x) for x in ("batch", "heads", "key_heads", "size", "value_size", "sinks")}
-            run = partial(attended, case.tokens, mask=attention_cases.bench_mask(case, put), **sizes)
-            yield f"{case.name}: {case.tokens}", run
+        sizes = {x: getattr(case, x) for x in ("batch", "heads", "key_heads", "size", "value_size", "sinks")}
+        run = partial(attended, case.tokens, mask=attention_cases.bench_mask(case, put), **sizes)
+        yield f"{case.name}: {case.tokens}", run
     for name, kind in attention_cases.KINDS.items():
         if name != "blocked":
             mask = kind.make(put, attention_cases.Drawn(2, 500, 500))
@@ -383,6 +382,11 @@ def _attention():
         "everything": {"softcap": 30.0, "scale": 0.5, "sinks": True, "lse": True, "layout": "bhtd", "batch": 3},
     }  # fmt: skip
     yield from _each(attended, ways, (333, 8192), mask=masks.Causal())
+    wide = {
+        "heads of 136": {"size": 136, "value_size": 72},
+        "everything in wide heads": {"size": 192, **ways["everything"]},
+    }
+    yield from _each(attended, wide, (8192,), mask=masks.Tree(blank(8192, dtype=INT)))
     read = masks.Intervals(*(blank(1, 8192, dtype=torch.int32) for _ in range(3)))
     yield "lowered before: 8192", partial(attended, 8192, mask=read)
 

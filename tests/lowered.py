@@ -38,6 +38,7 @@ from onchip.ops.attention import jax_op as attention_op
 from onchip.ops.attention.cases import KINDS, Drawn
 from onchip.ops.fp8_linear import jax_op as fp8_op
 from onchip.ops.grouped_matmul import jax_op as grouped_op
+from onchip.ops.linear_jsd import mosaic_walk as jsd_walk
 from onchip.vocab.mosaic import op as mosaic_op
 from shard_map_lowering import readable
 
@@ -56,6 +57,7 @@ def on_h100():
                 stack.enter_context(mock.patch.object(module, "platform", return_value="gpu"))
         for module in (attention_op, fp8_op, grouped_op, jax_front, mosaic_op):
             stack.enter_context(mock.patch.object(module, "hopper_refusal", return_value=None))
+        stack.enter_context(mock.patch.object(jsd_walk, "hopper_refusal", return_value=None))
         yield
 
 
@@ -235,8 +237,10 @@ def _cases():
             of_head = partial(head, 1024, 512, 32768, op=linear_log_probs, backend=backend, **options)
             yield f"linear_log_probs {backend} {name}", of_head
     for beta in (0.0, 0.5, 1.0):
-        yield f"jsd {beta}", partial(of_logits, 1024, 32768, op=jsd, beta=beta)
-        yield f"linear_jsd {beta}", partial(two_heads, 512, 256, 8192, beta=beta)
+        for backend in ("mosaic_gpu", "xla"):
+            yield f"jsd {backend} {beta}", partial(of_logits, 1024, 32768, op=jsd, beta=beta, backend=backend)
+            yield f"linear_jsd {backend} {beta}", partial(two_heads, 512, 256, 8192, beta=beta, backend=backend)
+    yield "linear_jsd mosaic_gpu again", partial(two_heads, 4096, 256, 32768, backend="mosaic_gpu")
 
 
 CASES = dict(_cases())

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from all_cards import all_cards, count
 from interpreter import speed_up
+from processes import start
 
 
 def spawn(tmp_path, ranks, checks, timeout=60):
@@ -29,12 +30,12 @@ def spawn_on_gpus(tmp_path, checks, timeout=60):
 
 
 def _spawn(tmp_path, ranks, checks, timeout, backend):
-    torch.multiprocessing.spawn(_run, (str(tmp_path), ranks, checks, timeout, backend), nprocs=ranks)
+    start(_checked, ranks, str(tmp_path), ranks, checks, timeout, backend)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
     assert not any(said), "\n".join(said)
 
 
-def _run(rank, folder, ranks, checks, timeout, backend):
+def _checked(rank, folder, ranks, checks, timeout, backend):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET"):

@@ -259,6 +259,7 @@ def test_a_case_without_reference_and_a_floor_that_does_not_fit(bench, no_page):
 
 
 def test_nothing_stays_out_of_the_garbage_collectors_sight(bench, no_page):
+    gc.unfreeze()
     frozen = []
 
     def total(x):
@@ -268,6 +269,7 @@ def test_nothing_stays_out_of_the_garbage_collectors_sight(bench, no_page):
     bench(toy("onchip good", total))
     assert min(frozen) > 0
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as conftest.py left it
 
 
 def test_a_case_may_be_of_one_dtype(bench, no_page):

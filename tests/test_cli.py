@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from rich.text import Text
+from typer.testing import CliRunner
 
 import onchip
 from onchip import check, cli, info
@@ -64,15 +65,16 @@ def test_the_version():
     assert run_cli("--version").stdout == f"onchip {onchip.__version__}\n"
 
 
-def test_the_shell_completes_words(monkeypatch):
-    def completed(line, word):
-        variables = {"_ONCHIP_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
-        done = subprocess.run(
-            [sys.executable, "-m", "onchip"], env={**os.environ, **variables}, capture_output=True, text=True
-        )
-        return done.stdout.split()
+def test_the_shell_completes_words():
+    def asked(line, word):
+        return {"_ONCHIP_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
 
-    assert completed("onchip ch", 1) == ["check"]
+    def completed(line, word):
+        return CliRunner(env=asked(line, word)).invoke(cli.app, [], prog_name="onchip").stdout.split()
+
+    run = [sys.executable, "-m", "onchip"]  # as a shell does it
+    done = subprocess.run(run, env=os.environ | asked("onchip ch", 1), capture_output=True, text=True)
+    assert done.stdout.split() == completed("onchip ch", 1) == ["check"]
     assert completed("onchip plan --gpu h", 3) == ["h100", "h200"]
     assert completed("onchip check linear_l", 2) == ["linear_log_probs"]
     assert completed("onchip plan --model mistralai/Mix", 3) == ["mistralai/Mixtral-8x7B-v0.1"]

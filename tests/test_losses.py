@@ -296,8 +296,14 @@ def test_what_linear_log_probs_returns():
     assert LLP.op(**given, entropy=True).entropy.requires_grad
 
 
-@pytest.mark.parametrize("loss", [LCE, CE, LLP], ids=str)
-@pytest.mark.parametrize("scratch_bytes", ["1 MiB", 0.9])
+@pytest.mark.parametrize(
+    ("loss", "scratch_bytes"),
+    [
+        pytest.param(loss, x, marks=[pytest.mark.slow] * ((loss is LLP) == (x == "1 MiB")), id=f"{loss}-{x}")
+        for loss in (LCE, CE, LLP)
+        for x in ("1 MiB", 0.9)
+    ],
+)
 def test_texts_and_parts_for_scratch_compile_with_changing_sizes(loss, scratch_bytes):
     torch._dynamo.reset()
     compiled = torch.compile(partial(loss.op, scratch_bytes=scratch_bytes), fullgraph=True, backend="aot_eager")
@@ -306,7 +312,14 @@ def test_texts_and_parts_for_scratch_compile_with_changing_sizes(loss, scratch_b
         assert torch.equal(compiled(**given), loss.op(**given, scratch_bytes=scratch_bytes))
 
 
-@pytest.mark.parametrize("loss", [loss for loss in MEANS if not loss.inplace], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * (x.op in [y.op for y in MEANS[:i]]), id=str(x))
+        for i, x in enumerate(MEANS)
+        if not x.inplace
+    ],
+)
 def test_autocast_in_and_out_of_a_compiled_function(loss):
     torch._dynamo.reset()
     given = loss.problem()

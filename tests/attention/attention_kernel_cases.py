@@ -34,9 +34,23 @@ KERNEL_CASES = (
         for size in (64, 128)
         for cap, std, mask in ((10.0, 4.0, "causal"), (50.0, 2.0, "sink tokens and window"))
     ),
+    *(
+        AttentionCase(f"{name}, wide heads", name, batch=1, queries=700, keys=700, heads=4, key_heads=2, size=192,
+                      value_size=128, sinks=i % 2 == 0, options={"softcap": 10.0} if i % 3 == 0 else {})
+        for i, name in enumerate(KINDS)
+        if name != "blocked"
+    ),
+    *(
+        AttentionCase(f"a head of {size} and {values}", "causal documents", queries=q, keys=k, heads=6, key_heads=2,
+                      size=size, value_size=values)
+        for size, values, q, k in ((136, 72, 300, 300), (144, 128, 129, 257), (160, 8, 1, 1), (192, 64, 799, 3),
+                                   (184, 120, 113, 203))
+    ),
     AttentionCase("wider values", "causal", queries=200, keys=200, size=64, value_size=128),
     AttentionCase("narrower values", "causal", queries=200, keys=200, size=128, value_size=40),
     AttentionCase("many keys", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=128,
+                  value_size=128),
+    AttentionCase("many keys, wide heads", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=192,
                   value_size=128),
     AttentionCase("many documents", "causal documents", batch=3, queries=2500, keys=2500, heads=2, key_heads=1, size=64,
          value_size=64),

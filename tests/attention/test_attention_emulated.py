@@ -10,6 +10,7 @@ from onchip.ops.attention.checks import CHECKER
 from onchip.torch import attention
 
 GLUON = ("attend", "query_gradient", "key_gradient")
+WIDE = ("attend_wide", "wide_query_gradient", "wide_key_gradient")
 
 
 def case_of(mask, size=64, **more):
@@ -18,7 +19,10 @@ def case_of(mask, size=64, **more):
     return AttentionCase(f"{mask}, {size}", mask, size=size, **given)
 
 
-FEW = (case_of("window of both sides", 128, batch=1, sinks=True),)  # which reaches beyond the keys
+FEW = (
+    case_of("window of both sides", 128, batch=1, sinks=True),  # which reaches beyond the keys
+    case_of("causal documents", 192, value_size=128, batch=1, queries=200, keys=200),
+)
 MANY = (
     case_of("window in documents", 64, batch=1),
     *(case_of(mask) for mask in KINDS if mask != "blocked"),
@@ -27,6 +31,10 @@ MANY = (
     case_of("causal", 24, queries=290, keys=33, value_size=128, heads=3, key_heads=3),
     case_of("causal", 8, queries=1, keys=1),
     case_of("full", 128, batch=1, queries=129, keys=257, heads=5, options={"scale": 0.2}),
+    case_of("tree", 192, value_size=128, batch=1, sinks=True, options={"softcap": 5.0}),
+    case_of("rows that see nothing", 160, value_size=128),
+    case_of("window of both sides", 136, value_size=72, batch=1, queries=150, keys=300, sinks=True),
+    case_of("causal, last sees last", 192, value_size=128, batch=1, queries=1, keys=130, heads=3, key_heads=3),
 )
 
 
@@ -40,25 +48,26 @@ def test_every_case(case):
 
 
 def drawn(queries, keys, size, heads=2):
-    shapes = (queries, heads), (keys, 1), (keys, 1)
-    return [torch.randn(1, t, h, size).to(torch.bfloat16).requires_grad_() for t, h in shapes]
+    shapes = (queries, heads, size), (keys, 1, size), (keys, 1, min(size, 128))
+    return [torch.randn(1, *shape).to(torch.bfloat16).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 192])
 def test_the_order_of_what_is_asynchronous_changes_nothing(size):
-    given = drawn(300, 300, size)
-    with emulating(GLUON) as done:
+    given, kernels = drawn(300, 300, size), GLUON if size <= 128 else WIDE
+    with emulating(kernels) as done:
         out = attention(*given, Documents(torch.arange(300) // 130) & Causal(), backend="triton")
         torch.autograd.grad(out.sum(), given)
-    assert {x.name for x in done} == set(GLUON)
+    assert {x.name for x in done} == set(kernels)
     for x in done:
         for seed in (1, 2, 3):
             assert all((a == b).all() for a, b in zip(x.again(seed=seed), x.after, strict=True))
 
 
-def test_nothing_is_seen():
-    q, k, v = drawn(70, 140, 64)
+@pytest.mark.parametrize("size", [64, pytest.param(192, marks=pytest.mark.slow)])
+def test_nothing_is_seen(size):
+    q, k, v = drawn(70, 140, size)
     k.data[:, 130:] = torch.nan  # in a tile that no query sees
     nothing = torch.full((70,), 7)
     with emulating():

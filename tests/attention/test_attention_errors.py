@@ -1,11 +1,15 @@
 """Every way to call attention wrongly in PyTorch."""
 
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from onchip.attention.problem import AttentionOptions, AttentionProblem
+from onchip.attention.triton import op
+from onchip.kernels.triton.launch import Device
 from onchip.masks import Blocked, Blocks, Causal, Chunked, Documents, Full, Intervals, PrefixLM, Tree, Window
 from onchip.torch import attention
 
@@ -76,6 +80,29 @@ def test_what_is_wrong_raises(name):
     error, changes, message = WRONG[name]
     with pytest.raises(error, match=f"attention: .*{re.escape(message)}"):
         attention(**{"q": Q, "k": K, "v": V, **changes})
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "value_size", "message"),
+    [
+        (90, 192, 128, None),
+        (90, 136, 8, None),
+        (90, 200, 128, "its head sizes are multiples of 8 up to 192, not 200; pass backend='plain'"),
+        (90, 140, 128, "its head sizes are multiples of 8 up to 192, not 140; pad them with zeros, or pass"),
+        (90, 192, 136, "its value sizes are multiples of 8 up to 128, not 136; pass backend='plain'"),
+        (80, 128, 128, None),
+        (80, 136, 128, "without the Gluon kernels for Hopper its heads have at most 128 numbers, not 136"),
+        (100, 192, 128, "without the Gluon kernels"),
+    ],
+)
+def test_heads_that_kernels_take(capability, size, value_size, message):
+    given = AttentionProblem(1, 64, 64, 4, 2, size, value_size), AttentionOptions(), 0.1
+    of_gpu = {
+        "describe": Device(capability, 132, 232448), "has_gluon": capability == 90, "device_refusal": None
+    }  # fmt: skip
+    with mock.patch.multiple(op, **{name: mock.Mock(return_value=x) for name, x in of_gpu.items()}):
+        found = op.refusal(torch.device("cuda"), torch.bfloat16, *given, blocked=False, backward=True, sinks=False)
+    assert found is None if message is None else message in found
 
 
 def test_and_takes_masks_alone():

@@ -21,12 +21,11 @@ def hopper():
         pytest.skip("the kernels are written for Hopper")
 
 
-def drawn(batch=2, queries=300, keys=None, heads=4, key_heads=2, size=64, dtype=torch.bfloat16, seed=0):
+def drawn(batch=2, queries=300, keys=None, heads=4, key_heads=2, size=64, values=None, dtype=torch.bfloat16, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
-    shapes = (queries, heads), (keys or queries, key_heads), (keys or queries, key_heads)
-    return [
-        torch.randn(batch, t, h, size, device="cuda", generator=generator).to(dtype).requires_grad_() for t, h in shapes
-    ]
+    of_keys = batch, keys or queries, key_heads
+    shapes = (batch, queries, heads, size), (*of_keys, size), (*of_keys, values or size)
+    return [torch.randn(x, device="cuda", generator=generator).to(dtype).requires_grad_() for x in shapes]
 
 
 CAUSAL = Causal()
@@ -62,10 +61,10 @@ def test_every_case_by_kernels(case, hopper):
         assert all(check.ok for check in checks), checks
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 192])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_the_same_bits(mask, size, hopper):
-    q, k, v = drawn(2, 2000, heads=6, key_heads=2, size=size)
+    q, k, v = drawn(2, 2000, heads=6, key_heads=2, size=size, values=min(size, 128))
     ids = torch.arange(2000, device="cuda") // 333
     what = Causal() if mask == "causal" else Documents(ids) & Causal()
     sinks = torch.randn(6, device="cuda", requires_grad=True)
@@ -74,9 +73,10 @@ def test_the_same_bits(mask, size, hopper):
         assert_same(step(q, k, v, what, sinks=sinks), first)
 
 
-def test_what_nobody_writes_is_seen(hopper):
+@pytest.mark.parametrize(("size", "values"), [(72, 72), (136, 72)])
+def test_what_nobody_writes_is_seen(size, values, hopper):
     """Results and gradients begin as NaN, and none is left."""
-    q, k, v = drawn(2, 333, 517, size=72)
+    q, k, v = drawn(2, 333, 517, size=size, values=values)
     sinks = torch.randn(4, device="cuda", requires_grad=True)
     fills = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -88,8 +88,9 @@ def test_what_nobody_writes_is_seen(hopper):
     assert not any(x.isnan().any() for x in made)
 
 
-def test_rows_that_see_nothing(hopper):
-    q, k, v = drawn(1, 400)
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (192, 128)])
+def test_rows_that_see_nothing(size, values, hopper):
+    q, k, v = drawn(1, 400, size=size, values=values)
     nothing = torch.zeros(400, dtype=torch.int32, device="cuda")
     out, lse, *gradients = step(q, k, v, Intervals(nothing, nothing))
     assert not out.any()
@@ -213,7 +214,8 @@ def test_what_kernels_refuse(hopper):
         ((q, k, v), {"mask": Blocked(torch.ones(4, 4, dtype=torch.bool, device="cuda"), 16)}, "Blocked"),
         ((q, k, v), {"scale": -1.0}, "negate q"),
         (drawn(1, 64, size=20), {}, "multiples of 8"),
-        (drawn(1, 64, size=256), {}, "up to 128"),
+        (drawn(1, 64, size=256), {}, "head sizes are multiples of 8 up to 192, not 256"),
+        (drawn(1, 64, size=136), {}, "value sizes are multiples of 8 up to 128, not 136"),
         (drawn(1, 64, dtype=torch.float32), {}, "bfloat16 and float16"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -8,10 +8,12 @@ import torch
 from launched import H100
 from linear_cross_entropy.ahead_of_time import compile_all, is_serialized, source_of
 from onchip.attention.problem import AttentionProblem
-from onchip.attention.triton import launches, portable_launches
-from onchip.attention.triton.problem import FEW_ROWS, entries_of, padded, tiles_of
+from onchip.attention.triton import launches, portable_launches, wide_launches
+from onchip.attention.triton.problem import FEW_ROWS, LARGEST_HEAD, entries_of, padded, tiles_of
 
-GLUON = ("attend", "query_gradient", "key_gradient")
+GLUON = (
+    "attend", "query_gradient", "key_gradient", "attend_wide", "wide_query_gradient", "wide_key_gradient"
+)  # fmt: skip
 VARIANTS = {
     "128": (128, {}),
     "64": (64, {}),
@@ -20,6 +22,11 @@ VARIANTS = {
     "128, softcap": (128, {"softcap": 20.0}),
     "64, softcap": (64, {"softcap": 20.0}),
     "128, float16": (128, {"dtype": torch.float16}),
+}
+WIDE = {
+    "192": (192, {}),
+    "192, stop and sinks": (192, {"stop": True, "sinks": True}),
+    "192, softcap": (192, {"softcap": 20.0}),
 }
 
 
@@ -31,10 +38,14 @@ OTHERS = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 def of_call(
     size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None, dtype=torch.bfloat16, kernels=launches
 ):
-    """All launches of a call, forward and backward."""
-    p = AttentionProblem(batch, tokens, tokens, 4, 2, size, size)
-    q, d_out, out, grad_q = (torch.empty(batch, tokens, 4, size, dtype=dtype) for _ in range(4))
-    k, v, grad_k, grad_v = (torch.empty(batch, tokens, 2, size, dtype=dtype) for _ in range(4))
+    """All launches of a call, forward and backward.  Wide heads have values of the most that these may have."""
+    value_size = min(size, LARGEST_HEAD)
+    kernels = wide_launches if size > LARGEST_HEAD else kernels
+    p = AttentionProblem(batch, tokens, tokens, 4, 2, size, value_size)
+    q, grad_q = (torch.empty(batch, tokens, 4, size, dtype=dtype) for _ in range(2))
+    d_out, out = (torch.empty(batch, tokens, 4, value_size, dtype=dtype) for _ in range(2))
+    k, grad_k = (torch.empty(batch, tokens, 2, size, dtype=dtype) for _ in range(2))
+    v, grad_v = (torch.empty(batch, tokens, 2, value_size, dtype=dtype) for _ in range(2))
 
     def numbers(*shape):
         return torch.zeros(shape, dtype=torch.int32)
@@ -59,9 +70,9 @@ def of_call(
         ]
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 1)) for i, x in enumerate(VARIANTS)])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (", " in x)) for x in (*VARIANTS, *WIDE)])
 def test_kernels(name):
-    size, options = VARIANTS[name]
+    size, options = (VARIANTS | WIDE)[name]
     for found in compile_all(of_call(size, **options), 90):
         assert found.shared <= H100.shared
         assert found.spilled <= (96 if not options or "dtype" in options else 360), (found.kernel, found.spilled)
@@ -88,8 +99,10 @@ def test_kernels_for_other_gpus(capability, name):
             assert "cp.async.c" in found.ptx, f"{found.kernel} waits for each block"
 
 
-@pytest.mark.parametrize("kernels", [launches, portable_launches], ids=["gluon", "portable"])
-@pytest.mark.parametrize("size", [8, 64, 72, 128])
+@pytest.mark.parametrize(
+    ("kernels", "size"),
+    [(x, size) for x in (launches, portable_launches) for size in (8, 64, 72, 128)] + [(None, 136), (None, 192)],
+)
 def test_another_length_is_no_other_kernel(size, kernels):
     """Nor is another batch, and heads of up to 64 numbers have one, larger ones another."""
     of_size = ("gradient_rows", *PORTABLE)
@@ -99,7 +112,7 @@ def test_another_length_is_no_other_kernel(size, kernels):
         made = [(x.fn.__name__, str(x.signature), str(x.constants), str(x.attrs)) for x in sources]
         return [x for x in made if x[0] not in of_size] if size % 64 else made
 
-    expected = kinds(2048, 1, 64 if size <= 64 else 128)
+    expected = kinds(2048, 1, next(x for x in (64, 128, 192) if x >= size))
     for tokens, batch in ((1, 1), (16, 3), (333, 16), (4096, 2)):
         found = kinds(tokens, batch, size)
         assert [x for x in expected if x[0] in {y[0] for y in found}] == found

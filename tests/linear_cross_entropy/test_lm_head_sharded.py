@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from all_cards import count, spawned
 from onchip.torch import LMHead, lm_jsd, lm_log_probs, lm_loss
+from processes import start
 
 VOCAB, HIDDEN = 61, 16
 
@@ -234,7 +235,7 @@ def run(rank, meeting):
 
 
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=2)
+    start(run, 2, str(tmp_path / "meeting"))
 
 
 @pytest.mark.gpu

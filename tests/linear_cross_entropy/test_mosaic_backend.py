@@ -104,7 +104,10 @@ def test_all_kept_in_scratch(dtype, layout, options, monkeypatch):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
-@pytest.mark.parametrize(("dtype", "layout", "size"), [("bfloat16", "vh", 384), ("float16", "hv", 128)])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "size"),
+    [("bfloat16", "vh", 384), pytest.param("float16", "hv", 128, marks=pytest.mark.slow)],
+)
 def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
     case = replace(LONG, token_weight=True, token_temperature=True, options={"z_loss": 1e-3})
@@ -163,7 +166,7 @@ def test_exponentials_with_the_digits(dtype, first, in_digits, changes, monkeypa
     [
         ({"label_smoothing": 0.1}, "bfloat16", 384),
         ({}, "bfloat16", 0),
-        ({}, "float16", 384),
+        pytest.param({}, "float16", 384, marks=pytest.mark.slow),
         pytest.param({}, "bfloat16", 384, marks=pytest.mark.slow),
         pytest.param({"label_smoothing": 0.1}, "bfloat16", 0, marks=pytest.mark.slow),
         pytest.param({"label_smoothing": 0.1}, "float16", 384, marks=pytest.mark.slow),
@@ -185,7 +188,7 @@ def test_another_upstream_gradient_than_1(options, dtype, first, monkeypatch):
         assert jnp.linalg.norm(x.astype(jnp.float32) - y) <= 3e-3 * jnp.linalg.norm(y)
 
 
-@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("layout", ["vh", pytest.param("hv", marks=pytest.mark.slow)])
 def test_bias_gradient_leaves_out_tiles_that_nobody_wrote(layout, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 512, chunk=512))
     assert_right(replace(LONG, bias=True), "bfloat16", backend="mosaic_gpu", weight_layout=layout)

@@ -305,7 +305,7 @@ def test_products(vocab_major):
     assert relative(gradient, values.T @ s.rows64) < 2**-8
 
 
-@LAYOUTS
+@pytest.mark.parametrize("vocab_major", [pytest.param(True, marks=pytest.mark.slow), False], ids=["VH", "HV"])
 def test_slices_of_the_vocabulary(vocab_major):
     """The last one is longer than what is left of the entries; of 256 tokens 150 count."""
     s, slices = Small(vocab_major, vocab=448), 3

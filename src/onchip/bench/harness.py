@@ -188,6 +188,8 @@ def run_cases(
     with progress_bar(console) as progress:
         task = progress.add_task("", total=per_case * len(cases))
 
+        frozen = gc.get_freeze_count()
+
         def tick(doing: str, advance: int = 1) -> None:
             progress.update(task, advance=advance, description=f"{case}: {doing}", refresh=True)
 
@@ -209,7 +211,8 @@ def run_cases(
         except KeyboardInterrupt:
             outcome.stop(cases[i:])
         finally:
-            gc.unfreeze()
+            if not frozen:  # by the caller, which can't be told apart
+                gc.unfreeze()
     return outcome
 
 

@@ -6,7 +6,7 @@ shared memory.  Programs take tiles in turn, and copies for the next tile begin 
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import tanh
 
@@ -18,6 +18,8 @@ ENTRIES = gl.constexpr(8)
 # Registers of a thread, in both groups that multiply, and in the warp that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
+# Columns of wide heads: those of q and k, of which products take 128 and then the rest, and those of v.
+WIDE, REST, VALUES = gl.constexpr(192), gl.constexpr(64), gl.constexpr(128)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)
@@ -39,6 +41,13 @@ def factor_layout(N):
 def matrix(block):
     """A block without the dimensions of 1 in front."""
     return block.reshape([block.shape[-2], block.shape[-1]])
+
+
+@gluon.jit
+def product_of_wide(a, a_rest, b, b_rest, zeros):
+    """a b.T, begun but not awaited, of two parts of their columns; b and b_rest are blocks of a ring."""
+    made = warpgroup_mma(a, matrix(b).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(a_rest, matrix(b_rest).permute((1, 0)), made, is_async=True)
 
 
 @gluon.jit
@@ -83,7 +92,8 @@ def query_entry(table, t, of_mask, entries, keys, GROUPS: gl.constexpr, KEYS: gl
 
 @gluon.jit
 def _largest_stop(stops, of_mask, keys, j, KEYS: gl.constexpr):
-    return gl.load(stops + 2 * (of_mask * gl.cdiv(keys, KEYS) + j) + 1)
+    block = j if KEYS == TILE else j * KEYS // TILE
+    return gl.load(stops + 2 * (of_mask * gl.cdiv(keys, TILE) + block) + 1)
 
 
 @gluon.jit
@@ -114,7 +124,8 @@ def hides_some(stops, of_mask, keys, j, full_first, full_last, row, KEYS: gl.con
     """Whether a group's queries from this row on don't see all keys of a block."""
     hides = (j < full_first) | (j >= full_last)
     if stops is not None:
-        hides = hides | (gl.load(stops + 2 * (of_mask * gl.cdiv(keys, KEYS) + j)) < row + HALF)
+        block = j if KEYS == TILE else j * KEYS // TILE
+        hides = hides | (gl.load(stops + 2 * (of_mask * gl.cdiv(keys, TILE) + block)) < row + HALF)
     return hides
 
 

@@ -71,7 +71,7 @@ def _copy(
 
 
 @gluon.jit
-def _begin(sinks, h, rows: gl.constexpr):
+def begin(sinks, h, rows: gl.constexpr):
     """The largest score and the sum of exponentials before the first block."""
     most = gl.full((HALF,), LOWEST, gl.float32, rows)
     total = gl.zeros((HALF,), gl.float32, rows)
@@ -83,7 +83,7 @@ def _begin(sinks, h, rows: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, factor, most, total):
+def softmax(s, factor, most, total):
     """Exponentials of a block less the largest score until now, their sum, and what earlier sums are multiplied by."""
     now = gl.maximum(most, gl.max(s, 1) * factor)
     p = gl.exp2(s * factor - now[:, None])
@@ -92,25 +92,21 @@ def _softmax(s, factor, most, total):
 
 
 @gluon.jit
-def _write_lse(most, total, lse, plane, first_row, queries, rows: gl.constexpr):
-    row = first_row + gl.arange(0, HALF, rows)
-    gl.store(lse + plane.to(gl.int64) * queries + row, (most + gl.log2(total)) * LN2, mask=row < queries)
-
-
-@gluon.jit
-def _write_out(acc, total, out, staged, plane, heads, first_row, D: gl.constexpr):
-    """Of a group's half of a tile."""
+def _finish(acc, most, total, out, lse, staged, plane, heads, first_row, queries, rows: gl.constexpr, D: gl.constexpr):
+    """Write a group's half of a tile."""
     of_out: gl.constexpr = products_layout(D)
     nothing = gl.convert_layout(total == 0, gl.SliceLayout(1, of_out))
     inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, of_out))
     acc = gl.where(nothing[:, None], 0.0, acc * inverse[:, None])
+    row = first_row + gl.arange(0, HALF, rows)
+    gl.store(lse + plane.to(gl.int64) * queries + row, (most + gl.log2(total)) * LN2, mask=row < queries)
     send(acc, out, staged, (plane // heads, plane % heads, first_row), 0, HALF, D, D)
 
 
 @gluon.jit
 def _attend(
     rings, out, lse, mask, sinks, scale, softcap, sizes,
-    W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, LATE: gl.constexpr, AHEAD: gl.constexpr,
+    W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of a program are one walk: a tile's first block is multiplied beside the last one of that before."""
     of_q, of_k, of_v, staged, turns = rings
@@ -126,10 +122,12 @@ def _attend(
     factor = (scale if softcap is None else softcap) * LOG2E
     begins = gl.program_id(0)
 
-    plane, first_row, first, last, full_first, full_last, start, end = _tile(begins, mask, sizes, rows, W, KEYS, GROUPS)
-    row = first_row + gl.arange(0, HALF, rows)
+    i, plane = place(begins, tiles, planes, section)
+    first_row = ((tiles - 1 - i) * GROUPS + W) * HALF
     of_mask = plane // heads * own
-    most, total = _begin(sinks, plane % heads, rows)
+    first, last, full_first, full_last = query_entry(table, tiles - 1 - i, of_mask, entries, keys, GROUPS, KEYS)
+    row, start, end = rows_of(start_p, end_p, of_mask, first_row, queries, keys, rows)
+    most, total = begin(sinks, plane % heads, rows)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(0), 0)
     k = matrix(ks.index(0)).permute((1, 0))
@@ -139,29 +137,19 @@ def _attend(
     j, _blocks = seen_blocks(stops, of_mask, keys, first, last, first_row - W * HALF, KEYS)
     hidden = hides_some(stops, of_mask, keys, j, full_first, full_last, first_row, KEYS)
     s = scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS)
-    p, most, total, _ = _softmax(s, factor, most, total)
+    p, most, total, _ = softmax(s, factor, most, total)
     factors = gl.convert_layout(p.to(out.dtype), factor_layout(D))
 
     step = 0
     turn = 0
     count = 0
-    most_tiles = tiles * planes
-    next_plane, next_row, next_first, next_last, next_full_first, next_full_last, next_start, next_end = _tile(
-        min(begins + gl.num_programs(0), most_tiles - 1), mask, sizes, rows, W, KEYS, GROUPS
-    )
-    for n in range(begins, most_tiles, gl.num_programs(0)):
+    for n in range(begins, tiles * planes, gl.num_programs(0)):
         old_plane, old_row = plane, first_row
-        following = min(n + gl.num_programs(0), most_tiles - 1)
-        if AHEAD:
-            if n != begins:
-                plane, first_row, first, last = next_plane, next_row, next_first, next_last
-                full_first, full_last, start, end = next_full_first, next_full_last, next_start, next_end
-        else:
-            plane, first_row, first, last, full_first, full_last, start, end = _tile(
-                n, mask, sizes, rows, W, KEYS, GROUPS
-            )
-        row = first_row + gl.arange(0, HALF, rows)
+        i, plane = place(n, tiles, planes, section)
+        first_row = ((tiles - 1 - i) * GROUPS + W) * HALF
         of_mask = plane // heads * own
+        first, last, full_first, full_last = query_entry(table, tiles - 1 - i, of_mask, entries, keys, GROUPS, KEYS)
+        row, start, end = rows_of(start_p, end_p, of_mask, first_row, queries, keys, rows)
         at = GROUPS * (count % 2) + W
         q = matrix(qs.index(at))
         mbarrier.wait(q_full.index(at), (count // 2) & 1)
@@ -180,18 +168,6 @@ def _attend(
             mbarrier.wait(v_full.index(before), phase)
             sums = warpgroup_mma(factors, matrix(vs.index(before)), acc, is_async=True)
             mbarrier.arrive(turns.index((W + 1) % GROUPS), count=1)
-            if AHEAD:
-                if is_first:
-                    (
-                        next_plane,
-                        next_row,
-                        next_first,
-                        next_last,
-                        next_full_first,
-                        next_full_last,
-                        next_start,
-                        next_end,
-                    ) = _tile(following, mask, sizes, rows, W, KEYS, GROUPS)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_empty.index(now), count=1)
             mbarrier.arrive(q_empty.index(GROUPS * ((count + 1) % 2) + W), count=1, pred=is_first)
@@ -199,23 +175,16 @@ def _attend(
             s = scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS)
             old_most, old_total = most, total
             if is_first:
-                most, total = _begin(sinks, plane % heads, rows)
-            p, most, total, change = _softmax(s, factor, most, total)
-            if not LATE:
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-                mbarrier.arrive(v_empty.index(before), count=1)
+                most, total = begin(sinks, plane % heads, rows)
+            p, most, total, change = softmax(s, factor, most, total)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+            mbarrier.arrive(v_empty.index(before), count=1)
             if is_first:
-                # Before the wait, so that the compiler can't take it out of both branches and up before the softmax.
-                _write_lse(old_most, old_total, lse, old_plane, old_row, queries, rows)
-                if LATE:
-                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-                    mbarrier.arrive(v_empty.index(before), count=1)
-                _write_out(acc, old_total, out, staged.index(W), old_plane, heads, old_row, D)
+                _finish(
+                    acc, old_most, old_total, out, lse, staged.index(W), old_plane, heads, old_row, queries, rows, D
+                )
                 acc = gl.zeros((HALF, D), gl.float32, products_layout(D))
             else:
-                if LATE:
-                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-                    mbarrier.arrive(v_empty.index(before), count=1)
                 acc = acc * gl.convert_layout(change, gl.SliceLayout(1, products_layout(D)))[:, None]
             factors = gl.convert_layout(p.to(out.dtype), factor_layout(D))
             turn += 1
@@ -224,28 +193,12 @@ def _attend(
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     sums = warpgroup_mma(factors, matrix(vs.index(step % STAGES)), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    _write_lse(most, total, lse, plane, first_row, queries, rows)
-    _write_out(acc, total, out, staged.index(W), plane, heads, first_row, D)
+    _finish(acc, most, total, out, lse, staged.index(W), plane, heads, first_row, queries, rows, D)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _tile(n, mask, sizes, rows: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr, GROUPS: gl.constexpr):
-    """A group's part of tile n: its plane and first query, its range of blocks of keys, that of those which all its
-    queries see, and the ranges of these.
-    """
-    start_p, end_p, stop, table, stops = mask
-    queries, keys, heads, group, planes, tiles, entries, own, section = sizes
-    i, plane = place(n, tiles, planes, section)
-    first_row = ((tiles - 1 - i) * GROUPS + W) * HALF
-    of_mask = plane // heads * own
-    first, last, full_first, full_last = query_entry(table, tiles - 1 - i, of_mask, entries, keys, GROUPS, KEYS)
-    row, start, end = _rows(start_p, end_p, of_mask, first_row, queries, keys, rows)
-    return plane, first_row, first, last, full_first, full_last, start, end
-
-
-@gluon.jit
-def _rows(start_p, end_p, of_mask, first_row, queries, keys, rows: gl.constexpr):
+def rows_of(start_p, end_p, of_mask, first_row, queries, keys, rows: gl.constexpr):
     """A group's queries, and their ranges."""
     row = first_row + gl.arange(0, HALF, rows)
     at = of_mask.to(gl.int64) * queries + row
@@ -260,7 +213,6 @@ def attend(
     q, k, v, out, lse, start, end, stop, table, stops, sinks, scale, softcap,
     queries, keys, heads, group, planes, tiles, entries, own, section,
     D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    LATE: gl.constexpr = True, AHEAD: gl.constexpr = True,
 ):  # fmt: skip
     of_q = new_ring(q, 2 * GROUPS, 1)
     of_k = new_ring(k, STAGES, GROUPS)
@@ -280,14 +232,8 @@ def attend(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS, LATE, AHEAD),
-                ),
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS, LATE, AHEAD),
-                ),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS)),
                 (_copy, (rings, q, k, v, mask, sizes, D, KEYS, STAGES, GROUPS)),
             ],
             [4, 1],
@@ -296,18 +242,9 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS, LATE, AHEAD),
-                ),
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS, LATE, AHEAD),
-                ),
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, THIRD, D, KEYS, STAGES, GROUPS, LATE, AHEAD),
-                ),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, THIRD, D, KEYS, STAGES, GROUPS)),
                 (_copy, (rings, q, k, v, mask, sizes, D, KEYS, STAGES, GROUPS)),
             ],
             [4, 4, 1],

@@ -33,7 +33,7 @@ ENTRIES = gl.constexpr(4)
 
 
 @gluon.jit
-def _entry(table, t, of_mask, tiles):
+def key_entry(table, t, of_mask, tiles):
     """The range of blocks of queries, of one at least, and of those that all see all keys; whether any sees."""
     at = table + (of_mask * tiles + t) * ENTRIES
     first, last = gl.load(at), gl.load(at + 1)
@@ -50,7 +50,7 @@ def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl
     key_heads = heads // group
     n = gl.program_id(0)
     t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
-    first, last, _first, _last, _any = _entry(table, t, b * own, tiles)
+    first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
     mbarrier.expect(k_full, 2 * TILE * D * 2)
     for w in gl.static_range(2):
         copy_in(k, [b, h, t * TILE + w * HALF, 0], k_full, ks.index(w))
@@ -74,7 +74,7 @@ def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def _row_numbers(vectors, s, which: gl.constexpr, ROWS: gl.constexpr):
+def row_numbers(vectors, s, which: gl.constexpr, ROWS: gl.constexpr):
     """Numbers of the queries of a stage, one a column."""
     return vectors.index(2 * s + which).reshape([ROWS]).load(gl.SliceLayout(0, products_layout(ROWS)))
 
@@ -89,7 +89,7 @@ def _probabilities(
     if softcap is not None:
         x = capped(x, scale, softcap)
     factor = (scale if softcap is None else softcap) * LOG2E
-    p = gl.exp2(x * factor - _row_numbers(vectors, s, 0, ROWS)[None, :])
+    p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
     if hidden:
         row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
         at = of_mask.to(gl.int64) * queries + row
@@ -118,7 +118,7 @@ def _differentiate(
     n = gl.program_id(0)
     t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
     of_mask = b * own
-    first, last, full_first, full_last, any_sees = _entry(table, t, of_mask, tiles)
+    first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
     key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     until = None
     if stop is not None:
@@ -143,7 +143,7 @@ def _differentiate(
         factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
         sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
-        d_scores = p * (y - _row_numbers(vectors, s, 1, ROWS)[None, :])
+        d_scores = p * (y - row_numbers(vectors, s, 1, ROWS)[None, :])
         if softcap is not None:
             d_scores = d_scores * (1 - x * x)
         fence_async_shared()  # the numbers of these queries may be overwritten

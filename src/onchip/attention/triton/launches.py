@@ -69,10 +69,10 @@ def forward(
     tiles = -(-p.queries // (HALF * groups))
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
-        "lse": lse, "sinks": sinks, **_walk(p, m, scale, softcap, d),
-        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers, "LATE": True, "AHEAD": False,
+        "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, d),
+        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers,
     }  # fmt: skip
-    return Launch(attend, (_programs(p, q, tiles),), arguments, registers=on_average)
+    return Launch(attend, (programs(p, q, tiles),), arguments, registers=on_average)
 
 
 def gradient_rows(
@@ -87,9 +87,9 @@ def gradient_rows(
         "of_sinks": of_sinks, "queries": p.queries, "padded": padded(p.queries), "heads": p.heads,
         "tiles": padded(p.queries) // FEW_ROWS,
         **{f"{name}_{dim}": x[i] for name, x in strides.items() for i, dim in ((0, "batch"), (2, "head"), (1, "row"))},
-        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": width(p), "HEADS_FIRST": True,
+        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": width(p),
     }  # fmt: skip
-    return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS * p.batch * p.heads,), arguments)
+    return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS, p.batch * p.heads), arguments)
 
 
 def gradient_of_queries(
@@ -99,10 +99,10 @@ def gradient_of_queries(
     d = width(p)
     arguments = {
         "q": by_head(q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d),
-        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries), "AHEAD": False,
-        **_walk(p, m, scale, softcap, d),
+        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries),
+        **walk(p, m, scale, softcap, d),
     }  # fmt: skip
-    return Launch(query_gradient, (_programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
+    return Launch(query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
 
 def gradient_of_keys(
@@ -137,7 +137,7 @@ def by_head(x: Tensor, tokens: int, columns: int) -> Any:
     return shared_descriptor(x, (batch, heads, length, size), (of_batch, of_head, of_token, 1), (1, 1, tokens, columns))
 
 
-def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
+def walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
     """The arguments that both kernels share in which a tile of queries walks over keys."""
     of_keys = 4 * p.keys * d
     return {
@@ -149,6 +149,6 @@ def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d
     }  # fmt: skip
 
 
-def _programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
+def programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
     """The number of programs: one for each multiprocessor, which takes tile after tile."""
     return min(describe(x.device).programs, tiles * p.batch * p.heads)

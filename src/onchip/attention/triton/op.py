@@ -75,16 +75,24 @@ def refusal(
     sinks: bool,
 ) -> str | None:
     """Why the kernels can't serve a call, or None."""
-    return device_refusal(device.type, device.index, dtype) or problem.refusal(
+    reason = device_refusal(device.type, device.index, dtype)
+    if reason is None and problem.is_wide(p) and not has_gluon(describe(device).capability):
+        reason = (
+            f"without the Gluon kernels for Hopper its heads have at most {problem.LARGEST_HEAD} numbers, not "
+            f"{p.size}; pass backend='plain'"
+        )
+    return reason or problem.refusal(
         p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, backward=backward, sinks=sinks
     )
 
 
-def _kernels(x: Tensor) -> Any:
-    """The launches of the kernels for x's device."""
-    from onchip.attention.triton import launches, portable_launches
+def _kernels(x: Tensor, p: AttentionProblem) -> Any:
+    """The launches of the kernels for x's device and such heads."""
+    from onchip.attention.triton import launches, portable_launches, wide_launches
 
-    return launches if has_gluon(describe(x.device).capability) else portable_launches
+    if not has_gluon(describe(x.device).capability):
+        return portable_launches
+    return wide_launches if problem.is_wide(p) else launches
 
 
 def _fake(call: KernelCall) -> KernelOutputs:
@@ -106,7 +114,7 @@ def _forward(call: KernelCall) -> KernelOutputs:
     launches.query_table(p, mask).run()
     options = call.options
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
-    _kernels(q).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse).run()
+    _kernels(q, p).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse).run()
     return made
 
 
@@ -158,12 +166,12 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     of_q, of_k, of_v = (None if x is None else _by_token(x, options) for x in made[:3])
     softcap = options.softcap
     if of_q is not None:
-        _kernels(q).gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
+        _kernels(q, p).gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
     if of_k is not None or of_v is not None:
         table = stated.empty((kept.table.shape[0], problem.tiles_of(p.keys), 4), torch.int32, device)
         launches.key_table(p, mask, table).run()
         of_k, of_v = (stated.empty(x.shape, dtype, device) if of is None else of for of, x in ((of_k, k), (of_v, v)))
-        _kernels(q).gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()
+        _kernels(q, p).gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()
     if of_sinks is not None:
         made[3] = stated.call(torch.sum, of_sinks, 1)
     return [

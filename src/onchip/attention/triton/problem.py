@@ -7,8 +7,15 @@ TILE = 128
 # Rows of a program in the kernels that go row by row.
 FEW_ROWS = 32
 LARGEST_HEAD = 128
+# Of q and k, in kernels for Hopper; values have at most LARGEST_HEAD.
+LARGEST_WIDE_HEAD = 192
 # Offsets have 32 bits, and a grid's second dimension counts the heads of all sequences.
 _MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
+
+
+def is_wide(p: AttentionProblem) -> bool:
+    """Whether q and k have more columns than values may have."""
+    return p.size > LARGEST_HEAD
 
 
 def tiles_of(tokens: int) -> int:
@@ -36,12 +43,10 @@ def refusal(
     sinks: bool,
 ) -> str | None:
     """Why the kernels can't serve a call, or None."""
-    for name, size in (("head", p.size), ("value", p.value_size)):
-        if size > LARGEST_HEAD or size % 8:
-            return (
-                f"its {name} sizes are multiples of 8 up to {LARGEST_HEAD}, not {size}; pad them with zeros, or pass "
-                "backend='plain'"
-            )
+    for name, size, largest in (("head", p.size, LARGEST_WIDE_HEAD), ("value", p.value_size, LARGEST_HEAD)):
+        if size > largest or size % 8:
+            remedy = "pass" if size > largest else "pad them with zeros, or pass"
+            return f"its {name} sizes are multiples of 8 up to {largest}, not {size}; {remedy} backend='plain'"
     if dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {dtype}; cast q, k and v, or pass backend='plain'"
     if blocked:

@@ -67,28 +67,9 @@ def _copy(rings, q, d_out, k, v, mask, sizes, D: gl.constexpr, KEYS: gl.constexp
 
 
 @gluon.jit
-def _tile(n, of_rows, mask, sizes, rows: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr):
-    """Of tile n the plane, the number in it, its range of blocks of keys, that of those which all see, and of a group's
-    queries the ranges, lse and delta.
-    """
-    start_p, end_p, stop, table, stops = mask
-    queries, keys, padded, heads, group, planes, tiles, entries, own, section = sizes
-    i, plane = place(n, tiles, planes, section)
-    t, of_mask = tiles - 1 - i, plane // heads * own
-    row = t * TILE + W * HALF + gl.arange(0, HALF, rows)
-    at = of_mask.to(gl.int64) * queries + row
-    at_row = of_rows + plane.to(gl.int64) * (2 * padded) + row
-    start = gl.load(start_p + at, mask=row < queries, other=0)
-    end = gl.load(end_p + at, mask=row < queries, other=0)
-    ranges = start, end, gl.load(at_row), gl.load(at_row + padded)
-    first, last, full_first, full_last = query_entry(table, t, of_mask, entries, keys, 2, KEYS)
-    return plane, t, first, last, full_first, full_last, ranges
-
-
-@gluon.jit
 def _differentiate(
     rings, grad_q, of_rows, mask, scale, softcap, sizes,
-    W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, of_k, of_v, staged = rings
     qs, q_full, q_empty = of_q
@@ -104,28 +85,17 @@ def _differentiate(
     factor = (scale if softcap is None else softcap) * LOG2E
     step = 0
     count = 0
-    begins = gl.program_id(0)
-    next_plane, next_t, next_first, next_last, next_full_first, next_full_last, next_ranges = _tile(
-        begins, of_rows, mask, sizes, rows, W, KEYS
-    )
-    for n in range(begins, tiles * planes, gl.num_programs(0)):
-        if AHEAD:
-            plane, t, first, last, full_first, full_last, ranges = (
-                next_plane,
-                next_t,
-                next_first,
-                next_last,
-                next_full_first,
-                next_full_last,
-                next_ranges,
-            )
-        else:
-            plane, t, first, last, full_first, full_last, ranges = _tile(n, of_rows, mask, sizes, rows, W, KEYS)
-        b, h = plane // heads, plane % heads
+    for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
+        i, plane = place(n, tiles, planes, section)
+        t, b, h = tiles - 1 - i, plane // heads, plane % heads
         of_mask = b * own
+        first, last, full_first, full_last = query_entry(table, t, of_mask, entries, keys, 2, KEYS)
         row = t * TILE + W * HALF + gl.arange(0, HALF, rows)
-        start, end, lse, delta = ranges
-        end = gl.minimum(end, keys)
+        at = of_mask.to(gl.int64) * queries + row
+        start = gl.load(start_p + at, mask=row < queries, other=0)
+        end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
+        at_row = of_rows + plane.to(gl.int64) * (2 * padded) + row
+        lse, delta = gl.load(at_row), gl.load(at_row + padded)
         acc = gl.zeros((HALF, D), gl.float32, products_layout(D))
         mbarrier.wait(q_full.index(W), count & 1)
         j, blocks = seen_blocks(stops, of_mask, keys, first, last, t * TILE, KEYS)
@@ -154,11 +124,6 @@ def _differentiate(
             mbarrier.arrive(k_empty.index(s), count=1)
             step += 1
             j = next_block(stops, of_mask, keys, j, last, t * TILE, KEYS)
-        if AHEAD:  # while what comes next waits for nothing
-            following = min(n + gl.num_programs(0), tiles * planes - 1)
-            next_plane, next_t, next_first, next_last, next_full_first, next_full_last, next_ranges = _tile(
-                following, of_rows, mask, sizes, rows, W, KEYS
-            )
         sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(D)))
         gradient = gl.where(sees[:, None], acc * scale, 0.0)
         send(gradient, grad_q, staged.index(W), (b, h, t * TILE + W * HALF), 0, HALF, D, D)
@@ -172,7 +137,7 @@ def _differentiate(
 def query_gradient(
     q, d_out, k, v, grad_q, of_rows, start, end, stop, table, stops, scale, softcap,
     queries, keys, padded, heads, group, planes, tiles, entries, own, section,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`."""
     of_q = new_ring(q, 2, 1)
@@ -189,8 +154,8 @@ def query_gradient(
     sizes = queries, keys, padded, heads, group, planes, tiles, entries, own, section
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, D, KEYS, STAGES, AHEAD)),
-            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, D, KEYS, STAGES, AHEAD)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, D, KEYS, STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, D, KEYS, STAGES)),
             (_copy, (rings, q, d_out, k, v, mask, sizes, D, KEYS, STAGES)),
         ],
         [4, 1],

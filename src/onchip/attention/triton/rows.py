@@ -15,7 +15,7 @@ from onchip.kernels.triton.maths import LOG2E
 def gradient_rows(
     out, d_out, lse, d_lse, sinks, of_rows, of_sinks, queries, padded, heads, tiles,
     out_batch, out_head, out_row, grad_batch, grad_head, grad_row, lse_batch, lse_head, lse_row,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of a plane: `of_rows` [B * Hq, 2, padded], and of the sink's gradient what these queries add,
     `of_sinks` [Hq, B, tiles].
@@ -25,17 +25,8 @@ def gradient_rows(
     """
     out_batch, out_head, out_row = 8 * out_batch, 8 * out_head, 8 * out_row
     grad_batch, grad_head, grad_row = 8 * grad_batch, 8 * grad_head, 8 * grad_row
-    if HEADS_FIRST:
-        # Programs that run at the same time read all heads of the same tokens, which usually lie side by side.
-        n = tl.program_id(0)
-        batch = tl.num_programs(0) // (heads * tiles)
-        h, t = (n % heads).to(tl.int64), n // heads % tiles
-        b = (n // heads // tiles).to(tl.int64)
-        plane = b * heads + h
-    else:
-        t, plane = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
-        batch = tl.num_programs(0) // (heads * tiles)
-        b, h = plane // heads, plane % heads
+    t, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = plane // heads, plane % heads
     row = t * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = row < queries
@@ -57,4 +48,5 @@ def gradient_rows(
     if of_sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32)
         p = tl.where(sees, tl.exp2((sink - z) * LOG2E), 0.0)
+        batch = tl.num_programs(1) // heads
         tl.store(of_sinks + (h * batch + b) * tiles + t, -tl.sum(p * delta, 0))

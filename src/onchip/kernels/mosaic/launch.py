@@ -23,7 +23,7 @@ def launch(
     scratch: Sequence[Any],
     *,
     grid: Mapping[str, int],
-    warpgroups: int,
+    warpgroups: int | None,
     name: str,
     interpret: Any,
 ) -> dict[str, Any]:
@@ -31,13 +31,15 @@ def launch(
 
     inputs: arrays, or references to write to in place; those that are None are left out.
     outputs: shapes and dtypes.
+    warpgroups: of a program; None for a single one that has no axis, and may reduce a vector to a number.
     """
     inputs = {key: x for key, x in inputs.items() if x is not None}
 
     def kernel(*refs: Any) -> None:
         run = partial(body, dict(zip((*inputs, *outputs), refs, strict=True)))
         if scratch:
-            pl.run_scoped(run, *scratch, collective_axes=("warpgroup",))
+            axes = () if warpgroups is None else ("warpgroup",)
+            pl.run_scoped(run, *scratch, collective_axes=axes)
         else:
             run()
 
@@ -46,7 +48,7 @@ def launch(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=warpgroups,
-        thread_name="warpgroup",
+        thread_name=None if warpgroups is None else "warpgroup",
         kernel_name=name,
     )
     parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)

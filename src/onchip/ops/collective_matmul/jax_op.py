@@ -100,8 +100,9 @@ def matmul_reduce_scatter(
             first dimension is split, and T is a multiple of n.
         weight, axis_name, weight_layout, reduce_dtype: as in `all_gather_matmul`.
         bias: [N] of x's dtype, added once, to the sum.  If it is the same on all devices (not split over the axis), JAX
-            sums its gradient over them, as for any such array.  With check_vma=False it does so only if shard_map
-            itself is differentiated; a gradient that is taken inside comes from this device's tokens alone.
+            sums its gradient over them, in float32.  With check_vma=False it does so only if shard_map itself is
+            differentiated, and in the bias's dtype; a gradient that is taken inside comes from this device's tokens
+            alone.
 
     Returns:
         [T/n, N] or [T/n, ..., N] of x's dtype.  The sum over devices is in float32 and rounded once, unless
@@ -164,13 +165,29 @@ def _call(
             raise TypeError(f"{op}: x is {dtype_of(x)} but {name} is {dtype_of(arrays[name])}; cast one of them")
     require_one_of(op, "weight_layout", layout, LAYOUTS)
     ranks = _ranks(op, axis)
-    check_shapes(op, {name: a.shape for name, a in arrays.items()}, ranks, layout)
+    sizes = check_shapes(op, {name: a.shape for name, a in arrays.items()}, ranks, layout)
     sums = _sums(op, reduce_dtype, arrays["x"].dtype)
-    made = vary_alike({name: jnp.asarray(a) for name, a in arrays.items()}, lax.axis_index(axis))
+    given = {name: jnp.asarray(a) for name, a in arrays.items()}
+    if bias is not None:  # first, so that JAX sums its gradient over devices before it is rounded
+        given["bias"] = given["bias"].astype(accumulator(given["x"].dtype))
+    made = vary_alike(given, lax.axis_index(axis))
     layer = _CollectiveLayer(made["x"], made["weight"], made.get("bias"))
+    if layer.x.size == 0:
+        return _without_tokens(op, ranks, layer, sizes.n)
     of = _gathered if op == GATHER else _scattered
     out: jax.Array = of(_CollectiveStatic(axis, ranks, layout, sums, keep_gathered), layer, None)
     return out
+
+
+def _without_tokens(op: str, ranks: int, layer: _CollectiveLayer, n: int) -> JaxArray:
+    """The result, which has no elements, made of none of the arrays, nor are their gradients.
+
+    XLA of JAX 0.11.2 crashes on a jax.shard_map that uses an array without elements and one with some.
+    """
+    x = layer.x
+    first = x.shape[0] * ranks if op == GATHER else x.shape[0] // ranks
+    made: JaxArray = vary_alike(jnp.zeros((first, *x.shape[1:-1], n), x.dtype), layer)
+    return made
 
 
 def _ranks(op: str, axis: Any) -> int:
@@ -204,20 +221,13 @@ def _rows(x: JaxArray) -> JaxArray:
 
 
 def _gathered_rows(static: _CollectiveStatic, x: JaxArray) -> JaxArray:
-    """All devices' rows of x.  If there are no elements, XLA isn't asked for a collective."""
-    rows = _rows(x)
-    made: JaxArray
-    if rows.size == 0:
-        made = vary_alike(jnp.zeros((static.ranks * rows.shape[0], rows.shape[1]), x.dtype), x)
-    else:
-        made = lax.all_gather(rows, static.axis, tiled=True)
+    """All devices' rows of x."""
+    made: JaxArray = lax.all_gather(_rows(x), static.axis, tiled=True)
     return made
 
 
 def _summed_rows(static: _CollectiveStatic, total: JaxArray) -> JaxArray:
     """This device's rows of the sum of all devices' `total`."""
-    if total.size == 0:
-        return total[: total.shape[0] // static.ranks]
     made: JaxArray = lax.psum_scatter(total, static.axis, tiled=True)
     return made
 

@@ -6,7 +6,10 @@ needed any more are deleted to free memory; XLA doesn't compute unused arrays.
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd.spec import JsdOptions
@@ -187,3 +190,32 @@ def _sum_of_terms(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Ar
         return by_s.sum(1), by_s + s
     by_s, by_t = mixture_terms(xp, d, s, t, beta)
     return (by_s + by_t).clip(min=0).sum(1), by_s
+
+
+# ---------------------------------------------------------------------------------------------- what kernels compute
+
+NEAR = 0.75
+"""|log2(t / s)| counts as near 0 below this: there a term of the loss would be a difference of larger ones, so a series
+replaces it."""
+
+
+@lru_cache(maxsize=64)
+def nearly_equal(beta: float) -> list[float]:
+    """Coefficients c of a term of the loss where both models' probabilities, p and q, are nearly equal.
+
+    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), with an error of at most 1e-6.  p
+    is the student's and q the teacher's, except for beta 0, where p is the teacher's.
+    """
+
+    def ratio(x: Any) -> Any:
+        d = x * math.log(2)
+        if beta in (0, 1):
+            term = np.expm1(d) - d
+        else:
+            log_p = -np.log1p(beta * np.expm1(d))  # over the mixture
+            term = (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
+        return term / (math.log(2) * x**2)
+
+    # Of an odd degree: the nodes keep away from 0.
+    fit = np.polynomial.Chebyshev.interpolate(ratio, 5, domain=[-NEAR, NEAR])
+    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]

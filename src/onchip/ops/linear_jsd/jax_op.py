@@ -7,6 +7,7 @@ The walks are in jax_walk.py.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -48,15 +49,16 @@ from onchip.frontend.jax_values import check_distinct, check_factors, kept_token
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, backward, forward, none_of, plan, stashes
+from onchip.ops.linear_jsd import jax_walk, mosaic_walk
+from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, none_of, plan, stashes
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import Columns, XlaProjection, cut
 
 ON_MESH = f"sharded_{OP}"
-BACKENDS = ("xla",)
-Backend = Literal["auto", "triton", "xla"]
+BACKENDS = ("mosaic_gpu", "xla")
+Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
 
 
 @by_torch(
@@ -142,8 +144,9 @@ def linear_jsd(
         check_inputs: as in `linear_cross_entropy`: check targets and a top-k teacher on a GPU too.
         scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
-            chunk needs.
-        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
+            chunk needs; with "mosaic_gpu" also what it takes to make each logit once.
+        backend: "mosaic_gpu" (kernels for Hopper, products in bfloat16), "xla" (plain JAX, on any device), "triton"
+            (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 
     beta, temperature and hard_weight are Python numbers: a new value makes JAX compile again.
 
@@ -162,7 +165,8 @@ def linear_jsd(
         NotImplementedError: the result is differentiated twice.
 
     Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula for a jitted step: about
-    48 * chunk * V bytes, and 8 * V * Hs for the weight's gradient.
+    48 * chunk * V bytes, and 8 * V * Hs for the weight's gradient.  With "mosaic_gpu" it is `mosaic_scratch_parts`:
+    8 * chunk * V, and in backward 10 * T * columns + 8 * T * Hs, or 2 * T * V where the budget has room for it.
 
     Example:
         >>> import jax
@@ -301,7 +305,8 @@ def jsd(
     Raises:
         What `linear_jsd` raises.
 
-    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
+    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`; with "mosaic_gpu" a
+    few numbers by token.
 
     Example:
         >>> import jax
@@ -345,7 +350,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
     token_weight = None if token_weight is None else lax.stop_gradient(jnp.asarray(token_weight, dtype))
     constants = JsdConstants(labels, indices, values, token_weight, as_constant(given["normalizer"], dtype))
     kind, rest = ("", "") if topk is None else topk[2:]
-    static = JsdStatic(options, platform(), size, kind, rest, shard)
+    static = JsdStatic(options, platform(), size, kind, rest, shard, backend=given["backend"])
     if not total:
         return jnp.zeros(shape if options.reduction == "none" else (), dtype)
     of_models = tuple(
@@ -399,10 +404,25 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
     static = parallel.split_as(static, entries)
     static = static if static.shard is None else static._replace(size=static.shard.size)
     rows = tuple(map(flat, models))
-    plan(static, none_of(rows), False, rows, constants)  # a budget that is too small shows here
+    refused = {"mosaic_gpu": mosaic_walk.refusal(static, rows, constants), "xla": None}
+    elsewhere = () if static.shard else ("triton",)
+    static = static._replace(backend=choose_backend(static.options.op, static.backend, refused, elsewhere))
+    if static.backend == "mosaic_gpu":
+        mosaic_walk.plan(static, none_of(rows), rows, constants)
+    else:
+        plan(static, none_of(rows), False, rows, constants)  # a budget that is too small shows here
     return static, rows, constants
 
 
+def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
+    return _WALKS[static.backend].forward(static, needs, models, constants)  # type: ignore[no-any-return]
+
+
+def backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Any) -> Any:
+    return _WALKS[static.backend].backward(static, needs, saved, grad_loss)
+
+
+_WALKS: dict[str, ModuleType] = {"mosaic_gpu": mosaic_walk, "xla": jax_walk}
 _op = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device, Between(at_once=stashes))
 
 

@@ -68,10 +68,11 @@ class JsdStatic(NamedTuple):
     topk_rest: str
     shard: Any = None  # this device's part of a vocabulary that is split over devices
     mesh: Any = None  # an `OnMesh` for a call that is spread over devices
+    backend: str = "xla"
 
 
-def plan(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: JsdConstants) -> int:
-    """Tokens of a chunk."""
+def problem_of(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: JsdConstants) -> JsdProblem:
+    """What plans depend on."""
 
     def head(model: Any, needs: Any) -> Head:
         if isinstance(model, XlaProjection):
@@ -84,7 +85,12 @@ def plan(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: Jsd
 
     student, teacher = map(head, models, needs)
     topk = 0 if constants.indices is None else constants.indices.shape[1]
-    problem = JsdProblem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
+    return JsdProblem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
+
+
+def plan(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: JsdConstants) -> int:
+    """Tokens of a chunk."""
+    problem = problem_of(static, needs, stash, models, constants)
     return memory.jax_plan(problem, "", static.options.scratch_bytes)
 
 

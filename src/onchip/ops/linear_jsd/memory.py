@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
+from onchip.core.sizes import LOSS_DTYPE_BYTES, MIB, accumulator, up
 from onchip.vocab import memory
 from onchip.vocab.chunks import Planner, default_scratch, even_chunk, largest
 
@@ -142,6 +142,150 @@ def jax_scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class JsdMosaicPlan:
+    """How the 'mosaic_gpu' backend computes a call with heads."""
+
+    way: str
+    """"forward" if nothing needs a gradient.  Otherwise, how gradients are made: from logits' gradients of all tokens
+    that are "kept" in 16 bits; "summed" in forward, in float32; or from logits that backward makes "again"."""
+    chunk: int
+    """Tokens of a chunk of forward."""
+    columns: int = 0
+    """Entries of the vocabulary of a chunk of backward, with "again"."""
+
+
+def vocab_chunks(vocab: int, columns: int) -> tuple[int, int]:
+    """How many chunks have this many entries, and how many entries are left for the last: 0, or enough for the
+    kernels, which may be a few more than the others have."""
+    whole, last = divmod(vocab, columns)
+    return (whole - 1, columns + last) if whole and 0 < last < MOSAIC_TILE else (whole, last)
+
+
+def mosaic_refusal(p: JsdProblem, platform: str) -> str | None:
+    """Why the 'mosaic_gpu' backend can't serve the call, whatever the GPU, or None; `platform` is JAX's."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if p.topk:
+        return "it takes a teacher with all logits, not teacher_topk; pass backend='xla'"
+    for who, h in (("student", p.student), ("teacher", p.teacher)):
+        if h.dtype == "float64":
+            return "it takes no float64; pass backend='xla', or 'auto'"
+        if h.hidden and h.dtype != "bfloat16":
+            return f"its products take bfloat16; the {who}'s are in {h.dtype}"
+    if p.student.hidden and not p.teacher.hidden and p.teacher.grad_hidden:
+        return "it gives no gradient to a linear student's teacher_logits; pass backend='xla'"
+    if p.vocab % 8 or p.vocab < 128:
+        return f"it needs V to be a multiple of 8 from 128 on; got V={p.vocab}"
+    return None
+
+
+# What cuBLAS works in.
+WORKSPACE = 32 * MIB
+# Tokens of a chunk that keeps an H100 busy; where sums are added to for each chunk it takes more.
+MOSAIC_USEFUL = {"forward": 256, "kept": 512, "summed": 1024}
+# Chunks of tokens are multiples of this, as cuBLAS's tiles are, and no chunk of the vocabulary has fewer entries.
+MOSAIC_TILE = 128
+# Entries of the vocabulary of a chunk, at least.
+COLUMNS = 512
+# How many operations of a product take as long as a byte that a kernel moves: on an H200 products did 761 TFLOP/s, and
+# the kernel of the gradients moved 3.6 TB/s.
+OPERATIONS = 200
+
+
+def mosaic_scratch_parts(p: JsdProblem, c: JsdMosaicPlan) -> dict[str, int]:
+    """Bytes that XLA allocates beyond arguments and results in a jitted step on the 'mosaic_gpu' backend, part by
+    part."""
+    vectors = {"vectors": 4 * (32 * p.tokens + 4 * p.vocab)}
+    if not p.layers:
+        return vectors
+    rows = up(p.tokens, c.chunk)
+    columns = max(c.columns, vocab_chunks(p.vocab, c.columns)[1]) if c.columns else 0
+    names = "logits", "logits' gradients of a chunk", "hidden rows", "hidden gradients in float32", "weight rows"
+    forward, backward = (dict.fromkeys(names, 0) for _ in range(2))
+    kept = sums = 0
+    for h in (p.student, p.teacher):
+        # Rows of logits that exist are cut out, and then picked.
+        forward["logits"] += (4 if h.hidden else LOSS_DTYPE_BYTES[h.dtype]) * c.chunk * p.vocab
+        backward["logits"] += (4 if h.hidden else 2 * LOSS_DTYPE_BYTES[h.dtype]) * rows * columns
+        forward["hidden rows"] += 2 * c.chunk * h.hidden
+        backward["hidden rows"] += 2 * rows * h.hidden if columns else 0
+        backward["weight rows"] += 2 * columns * h.hidden
+        if not h.any_grad:
+            continue
+        if c.way == "summed":
+            forward["logits' gradients of a chunk"] += 2 * c.chunk * p.vocab
+            sums += 8 * rows * h.hidden if h.grad_hidden else 0
+            sums += 8 * h.vocab * h.hidden if h.grad_weight else 0
+            continue
+        backward["hidden gradients in float32"] += 8 * rows * h.hidden if h.grad_hidden else 0
+        if c.way == "kept":
+            kept += 2 * rows * p.vocab
+            backward["hidden rows"] += 4 * rows * h.hidden if h.grad_weight else 0
+        else:
+            backward["logits' gradients of a chunk"] += 2 * rows * columns
+            backward["weight rows"] += 2 * columns * h.hidden if h.grad_weight else 0
+    half = max((forward, backward), key=lambda x: sum(x.values()))
+    return half | {"kept": kept, "gradients in float32": sums, "cuBLAS": WORKSPACE} | vectors
+
+
+def _ways(p: JsdProblem) -> tuple[str, ...]:
+    """How the call may be computed."""
+    if not p.any_grad:
+        return ("forward",)
+    if not p.stash:  # forward doesn't know each token's factor
+        return "kept", "again"
+    # What needs no sums of the weight's size needs neither anything kept nor logits a second time.
+    return ("kept", "summed", "again") if any(h.grad_weight for h in p.layers) else ("summed",)
+
+
+def _mosaic_planner() -> Planner[JsdMosaicPlan]:
+    """The plan that takes the least time, of products that are made again and of bytes that move between products."""
+
+    def scratch(p: JsdProblem, c: JsdMosaicPlan) -> int:
+        return sum(mosaic_scratch_parts(p, c).values())
+
+    def made(p: JsdProblem, way: str, chunk: int, columns: int) -> JsdMosaicPlan:
+        return JsdMosaicPlan(way, min(p.tokens, chunk), min(p.vocab, columns) if way == "again" else 0)
+
+    def candidates(p: JsdProblem, budget: int) -> Iterator[JsdMosaicPlan]:
+        most = -(-p.tokens // MOSAIC_TILE)
+        counts = {*range(1, min(most, 64) + 1), *(most >> k for k in range(max(0, most.bit_length() - 6)))}
+        chunks = [*{up(-(-p.tokens // count), MOSAIC_TILE) for count in counts}, SMALLEST]
+        for way in _ways(p):
+            # Backward's chunks are as large as fits beside the smallest of forward.
+            columns = COLUMNS
+            while way == "again" and columns < p.vocab and scratch(p, made(p, way, SMALLEST, 2 * columns)) <= budget:
+                columns *= 2
+            yield from (made(p, way, chunk, columns) for chunk in chunks)
+
+    def cost(p: JsdProblem, c: JsdMosaicPlan) -> float:
+        chunks, again = -(-p.tokens // c.chunk), -(-p.vocab // c.columns) if c.columns else 0
+        moved = 0.0
+        for h in p.layers:
+            weight, product = 2 * h.vocab * h.hidden, 2 * p.tokens * p.vocab * h.hidden / OPERATIONS
+            # A product reads the weight for each chunk; half of that doesn't overlap with its operations.
+            moved += max(product, weight * chunks) + weight / 2 * chunks
+            if c.way == "summed":
+                moved += (h.grad_hidden + 4 * h.grad_weight) * weight * chunks
+            if again:
+                moved += product + (2 + 12 * h.grad_hidden) * p.tokens * h.hidden * again
+        return moved
+
+    def useful(p: JsdProblem) -> int:
+        return min(scratch(p, made(p, way, MOSAIC_USEFUL[way], 0)) for way in _ways(p) if way != "again")
+
+    return Planner(
+        mosaic_scratch_parts,
+        lambda p, strategy, budget: candidates(p, budget),
+        cost=cost,
+        least=lambda p, strategy: min(scratch(p, made(p, way, SMALLEST, COLUMNS)) for way in _ways(p)),
+        # Without logits that are made again, which no GPU has timed.
+        default=lambda p, strategy: default_scratch(logits_bytes(p), useful(p)),
+        needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab}: the smallest chunk needs",
+    )
+
+
 def _planner(parts: Callable[[JsdProblem, int], dict[str, int]]) -> Planner[int]:
     """The plan, which is a chunk's number of tokens: the fewest even chunks that fit."""
 
@@ -163,4 +307,5 @@ def _planner(parts: Callable[[JsdProblem, int], dict[str, int]]) -> Planner[int]
 
 
 PLANNER, JAX_PLANNER = _planner(scratch_parts), _planner(jax_scratch_parts)
+MOSAIC_PLANNER = _mosaic_planner()
 plan, jax_plan, scratch_bytes = PLANNER.plan, JAX_PLANNER.plan, PLANNER.scratch_bytes

@@ -10,7 +10,7 @@ from onchip.plan.asked import Backend, PlannedCall, PlannedOp, Way
 from onchip.plan.document import Baseline
 from onchip.plan.gpus import rates
 from onchip.plan.plain import JIT, Measured, was_measured
-from onchip.plan.ways import kernels, never, of_weight_chunks, planned, triton_refusal
+from onchip.plan.ways import Said, hopper_refusal, kernels, never, of_weight_chunks, planned, triton_refusal
 from onchip.vocab.chunks import Planner
 
 _COMPILED = Measured("torch.compile", "the divergence of two float32 softmaxes, compiled", 8, 13.9, 4, 5.7)
@@ -26,6 +26,23 @@ def _triton_way(asked: PlannedCall) -> Way:
     p = _problem(asked, stash=False)
     predict = partial(triton_memory.predict, rates=rates(asked.gpu)) if asked.measured else None
     return kernels(triton_memory.PLANNER, p, (4 if asked.gradients else 2, 2), predict, of_weight_chunks)
+
+
+def _mosaic_refusal(asked: PlannedCall) -> str | None:
+    device = asked.problem.device
+    refusal = memory.mosaic_refusal(_problem(asked, stash=True), "gpu" if device == "cuda" else device)
+    return refusal or hopper_refusal(asked)
+
+
+def _mosaic_way(asked: PlannedCall) -> Way:
+    number, p = 4 if asked.gradients else 2, _problem(asked, stash=True)
+
+    def say(c: memory.JsdMosaicPlan) -> Said:
+        if c.way != "again":
+            return number, 0, {"tokens": c.chunk}, None
+        return number + len(p.layers), p.tokens, {"tokens": c.chunk, "vocab": c.columns}, None
+
+    return planned(memory.MOSAIC_PLANNER, p, say)
 
 
 def _way(planner: Planner[int]) -> Callable[[PlannedCall], Way]:
@@ -53,7 +70,10 @@ PLAN = PlannedOp(
             "triton": Backend(triton_refusal, _triton_way),
             "plain": Backend(never, _way(memory.PLANNER)),
         },
-        ("jax", "full"): {"xla": Backend(never, _way(memory.JAX_PLANNER))},
+        ("jax", "full"): {
+            "mosaic_gpu": Backend(_mosaic_refusal, _mosaic_way),
+            "xla": Backend(never, _way(memory.JAX_PLANNER)),
+        },
     },
     plain=_plain,
     takes=("teacher_hidden",),

@@ -23,6 +23,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, expm1, log1p
+from onchip.ops.linear_jsd import divergence
 from onchip.ops.linear_jsd.triton_rows import (
     GROUP_OF,
     HARD_LOG_SUM,
@@ -48,9 +49,7 @@ from onchip.vocab.triton.blocks import VOCAB_TILE
 INFINITE = tl.constexpr(1.0e29)
 # KL(t || s), KL(s || t), and the mixture between them.
 FORWARD_KL, REVERSE_KL, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# |log2(t / s)| counts as near 0 below this: there a term of the loss would be a difference of larger ones, so a series
-# replaces it.
-NEAR = tl.constexpr(0.75)
+NEAR = tl.constexpr(divergence.NEAR)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

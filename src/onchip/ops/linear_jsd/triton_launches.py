@@ -1,12 +1,9 @@
 """The launches of linear_jsd's own Triton kernels, and what they know about a call's two models and tokens."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from onchip.frontend.options import LossOptions
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_topk as topk_kernels
+from onchip.ops.linear_jsd.divergence import nearly_equal
 from onchip.ops.linear_jsd.torch_call import JsdCall
 from onchip.ops.linear_jsd.triton_memory import STATS, JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_product import logit_tiles
@@ -298,26 +296,3 @@ def topk_gradients(
         HARD=options.hard_weight > 0, SCALED=pair.call.dtypes[0] == torch.float16, PAD=pad,
     )  # fmt: skip
     return Launch(topk_kernels.topk_gradients, (up(tokens, pad),), arguments, _WARPS)
-
-
-@lru_cache(maxsize=64)
-def nearly_equal(beta: float) -> list[float]:
-    """Coefficients c of a term of the loss where both models' probabilities, p and q, are nearly equal.
-
-    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), with an error of at most 1e-6.  p
-    is the student's and q the teacher's, except for beta 0, where p is the teacher's.
-    """
-    near = kernels.NEAR.value
-
-    def ratio(x: Any) -> Any:
-        d = x * math.log(2)
-        if beta in (0, 1):
-            term = np.expm1(d) - d
-        else:
-            log_p = -np.log1p(beta * np.expm1(d))  # over the mixture
-            term = (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
-        return term / (math.log(2) * x**2)
-
-    # Of an odd degree: the nodes keep away from 0.
-    fit = np.polynomial.Chebyshev.interpolate(ratio, 5, domain=[-near, near])
-    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]

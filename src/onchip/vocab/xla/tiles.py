@@ -237,7 +237,7 @@ class XlaProjection:
         """
         hidden, weight, bias = sums.hidden, sums.weight, sums.bias
         if bias is not None:
-            bias += jnp.sum(g, 0)
+            bias += jnp.sum(g, 0, dtype=bias.dtype)
         g = g.astype(rows.dtype)
         if hidden is not None:
             part = product(g, self.weight, (1, self.vocab_axis))

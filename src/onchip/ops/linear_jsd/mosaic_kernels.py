@@ -1,0 +1,405 @@
+"""Hopper kernels of linear_jsd and jsd in Pallas Mosaic GPU: the divergence of each token's two rows of logits.
+
+`softmax` reads a model's rows once, `terms` both models' for the loss and the means that gradients subtract, and
+`gradients` once more for the gradients by logits.  The maths is explained in triton_kernels.py; all logarithms are to
+base 2.
+
+They are bound by device memory: one warpgroup per program, several programs per multiprocessor.  A program takes one
+block of a row after the other, in strips, some of them at a time; each thread has a few neighbours of a strip, and
+maxima and sums of its own until the block ends.  XLA adds up a row's blocks, in a fixed order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
+from onchip.kernels.mosaic.maths import LN2, LOG2E
+from onchip.kernels.mosaic.order import ceil_div
+from onchip.kernels.mosaic.registers import Registers
+from onchip.ops.linear_jsd.divergence import NEAR, nearly_equal
+from onchip.ops.linear_jsd.spec import JsdOptions
+
+THREADS = 128  # of a warpgroup
+# Log-probabilities are at least this, so that no difference of two is NaN; one above INFINITE tells that one of the two
+# probabilities is 0.
+FLOOR, INFINITE = -1.0e30, 1.0e29
+LOWEST = -8.5e37  # below each logit, and finite
+
+
+class Tuning(NamedTuple):
+    """How a kernel goes over rows."""
+
+    ahead: int  # strips that are read at a time
+    block: int  # strips of a block, a multiple of that
+    programs: int  # per multiprocessor
+
+
+# The fastest that were tried on an H200, or within 1% of them.
+TUNING = {
+    "softmax": Tuning(4, 16, 8),
+    "softmax_16_bits": Tuning(4, 32, 8),
+    "terms": Tuning(4, 16, 4),
+    "gradients": Tuning(2, 16, 8),
+}
+
+
+class _Rows:
+    """How rows of `vocab` entries are read: in strips, of which a row's last may overlap with the one before."""
+
+    def __init__(self, kernel: str, shape: tuple[int, ...], interpret: Any) -> None:
+        (self.count, vocab), self.kernel, self.interpret = shape, kernel, interpret
+        self.vocab = vocab
+        self.registers = Registers(interpret)
+        self.strip = max(s for s in (128, 256, 512) if s <= vocab)
+        self.vector = self.strip // THREADS
+        self.ahead, block, programs = TUNING[kernel]
+        self.block = block * self.strip
+        self.blocks = -(-vocab // self.block)
+        self.programs = programs * multiprocessors() if interpret is None else 2
+
+    def launch(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], do: Callable[[Refs, "_Block"], None]
+    ) -> dict[str, Any]:
+        """Do this for each block of each row."""
+
+        def body(refs: Refs) -> None:
+            program = lax.axis_index("program")
+            offset = self.registers.load_strip(refs["offset"].at[pl.ds(0, self.strip)], self.vector)
+
+            def item(n: Any, _: None) -> None:
+                number = program + n * self.programs
+                i = lax.div(number, jnp.int32(self.blocks))
+                do(refs, _Block(self, i, number - i * self.blocks, offset))
+
+            lax.fori_loop(0, ceil_div(self.count * self.blocks - program, self.programs), item, None)
+
+        inputs = {**inputs, "offset": jnp.arange(self.strip, dtype=jnp.int32)}
+        grid, name = {"program": self.programs}, f"jsd_{self.kernel}"
+        return launch(body, inputs, outputs, (), grid=grid, warpgroups=None, name=name, interpret=self.interpret)
+
+    def sums(self, *names: str) -> dict[str, Any]:
+        """Outputs: a number for each block of each row."""
+        return dict.fromkeys(names, jax.ShapeDtypeStruct((self.count, self.blocks), jnp.float32))
+
+
+class _Block:
+    """A block of a row."""
+
+    def __init__(self, of: _Rows, row: Any, number: Any, offset: Any) -> None:
+        self.of, self.row, self.number = of, row, number
+        self.offset = offset  # each entry's place in a strip
+
+    def load(self, ref: Any, column: Any) -> Any:
+        of = self.of
+        value = of.registers.load_strip(ref.at[self.row, pl.ds(column, of.strip)], of.vector)
+        return value.astype(jnp.float32)
+
+    def store(self, ref: Any, row: Any, column: Any, value: Any) -> None:
+        of = self.of
+        of.registers.store_strip(ref.at[row, pl.ds(column, of.strip)], value.astype(ref.dtype))
+
+    def vectors(self, *values: float) -> tuple[Any, ...]:
+        return tuple(self.of.registers.strip(self.of.strip, self.of.vector, value) for value in values)
+
+    def put(self, refs: Refs, **numbers: Any) -> None:
+        for name, x in numbers.items():
+            refs[name][self.row, self.number] = x
+
+    def over(self, step: Callable[..., Any], carry: Any) -> Any:
+        """carry = step(columns, new, carry) for strips that begin at these columns.
+
+        new: which entries of the one strip were in none before; None for all.
+        """
+        of = self.of
+        first = self.number * of.block
+        end = lax.min(first + of.block, jnp.int32(of.vocab))
+        together = of.ahead * of.strip
+        whole = lax.div(end - first, jnp.int32(together))
+
+        def several(n: Any, carry: Any) -> Any:
+            return step([first + n * together + k * of.strip for k in range(of.ahead)], None, carry)
+
+        def last(n: Any, carry: Any) -> Any:
+            begin = first + whole * together + n * of.strip
+            column = lax.min(begin, jnp.int32(of.vocab - of.strip))
+            return step([column], self.offset >= begin - column, carry)
+
+        carry = lax.fori_loop(0, whole, several, carry)
+        if of.vocab % together == 0:
+            return carry
+        return lax.fori_loop(0, ceil_div(end - first - whole * together, of.strip), last, carry)
+
+
+class JsdSoftmax(NamedTuple):
+    """Of each row of a model's logits, [T] float32: log2 p = (z - maximum) log2(e) / temperature - log_sum."""
+
+    maximum: Any
+    log_sum: Any
+    others: Any = None  # with labels: the sum of exp(z - maximum), at temperature 1, but the label's
+
+
+class JsdTerms(NamedTuple):
+    """Of each row, [T] float32."""
+
+    value: Any  # the divergence in nats, without options' factors
+    student_mean: Any  # what the gradient subtracts, to base 2; None if it wasn't asked for
+    teacher_mean: Any
+
+
+class JsdHard(NamedTuple):
+    """What the gradient by the cross-entropy with hard labels is made of, [T] float32."""
+
+    label: Any  # int32
+    shift: Any  # the logarithm of the sum of exponentials of the student's logits at temperature 1
+    factor: Any  # of p
+    at_label: Any
+
+
+def softmax(
+    logits: Array,  # [T, V], of any float dtype but float64
+    token: Array,  # [T] int32: negative for a row that doesn't count, of which nothing is read or written
+    label: Array | None,  # [T] int32, in [0, V)
+    temperature: float,
+    *,
+    interpret: Any = None,
+) -> JsdSoftmax:
+    kernel, scale = "softmax_16_bits" if logits.dtype.itemsize == 2 else "softmax", LOG2E / temperature
+    of = _Rows(kernel, logits.shape, interpret)
+
+    def block(refs: Refs, b: _Block) -> None:
+        y = None if label is None else refs["label"][b.row]
+
+        def step(columns: Sequence[Any], new: Any, carry: Any) -> Any:
+            top, soft, *hard = carry
+            z = [b.load(refs["logits"], column) for column in columns]
+            z = z if new is None else [jnp.where(new, x, -jnp.inf) for x in z]
+            largest = top
+            for x in z:
+                largest = jnp.maximum(largest, x)
+            drop = top - largest
+            soft = soft * jnp.exp2(drop * scale)
+            below = [x - largest for x in z]
+            for x in below:
+                soft = soft + jnp.exp2(x * scale)
+            if hard:
+                total = hard[0] * jnp.exp2(drop * LOG2E)
+                for column, x in zip(columns, below, strict=True):
+                    total = total + jnp.where(b.offset == y - column, 0.0, jnp.exp2(x * LOG2E))
+                hard = [total]
+            return largest, soft, *hard
+
+        top, soft, *hard = b.over(step, b.vectors(LOWEST, 0.0, *([] if y is None else [0.0])))
+        maximum = jnp.max(top)
+        drop = top - maximum
+        b.put(refs, maximum=maximum, soft=jnp.sum(soft * jnp.exp2(drop * scale)))
+        for x in hard:
+            b.put(refs, hard=jnp.sum(x * jnp.exp2(drop * LOG2E)))
+
+    names = ("maximum", "soft", *(() if label is None else ("hard",)))
+    inputs = {"logits": logits, "token": token, "label": label}
+    made = of.launch(inputs, of.sums(*names), _of_counted(block))
+    maximum = jnp.max(made["maximum"], 1)
+    drop = made["maximum"] - maximum[:, None]
+    log_sum = jnp.log2(jnp.sum(made["soft"] * jnp.exp2(drop * scale), 1))
+    others = None if label is None else jnp.sum(made["hard"] * jnp.exp2(drop * LOG2E), 1)
+    return JsdSoftmax(maximum, log_sum, others)
+
+
+def terms(
+    student: Array,  # [T, V], as of `softmax`
+    teacher: Array,
+    token: Array,
+    softmaxes: tuple[JsdSoftmax, JsdSoftmax],
+    options: JsdOptions,
+    *,
+    means: tuple[bool, bool] = (True, True),  # of which models
+    interpret: Any = None,
+) -> JsdTerms:
+    of, beta = _Rows("terms", student.shape, interpret), options.beta
+    scale, near = LOG2E / options.temperature, nearly_equal(beta)
+    names = ["losses", *(("by_s", "s") if means[0] else ()), *(("by_t", "t") if means[1] else ())]
+
+    def block(refs: Refs, b: _Block) -> None:
+        known = _numbers(refs, b.row, _SOFTMAXES)
+
+        def step(columns: Sequence[Any], new: Any, carry: Any) -> Any:
+            for log_s, log_t in _both(refs, b, columns, known, scale)[1]:
+                if new is not None:
+                    log_s, log_t = (jnp.where(new, x, FLOOR) for x in (log_s, log_t))
+                term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near)
+                made = [term, *((by_s, s) if means[0] else ()), *((by_t, t) if means[1] else ())]
+                carry = [a + b for a, b in zip(carry, made, strict=True)]
+            return tuple(carry)
+
+        sums = b.over(step, b.vectors(*[0.0] * len(names)))
+        b.put(refs, **{name: jnp.sum(x) for name, x in zip(names, sums, strict=True)})
+
+    inputs = {"student": student, "teacher": teacher, "token": token, **_named(softmaxes)}
+    made = {name: jnp.sum(x, 1) for name, x in of.launch(inputs, of.sums(*names), _of_counted(block)).items()}
+    value = made["losses"] * LN2
+
+    def mean(by: str, p: str) -> Array | None:
+        # Over the sums of the probabilities as they are: where both models are certain, all of a gradient cancels.
+        return jnp.where(value == jnp.inf, value, made[by] / made[p]) if by in made else None
+
+    return JsdTerms(value, mean("by_s", "s"), mean("by_t", "t"))
+
+
+def gradients(
+    student: Array,  # [T, V], as of `softmax`, like the next two
+    teacher: Array,
+    token: Array,
+    softmaxes: tuple[JsdSoftmax, JsdSoftmax],
+    means: tuple[Array | None, Array | None],  # of `terms`; a gradient that is a plain difference has none
+    scales: tuple[Array | None, Array | None],  # [T] float32: each row's factors of the models' gradients, if wanted
+    hard: JsdHard | None,
+    options: JsdOptions,
+    into: tuple[Any, Any] = (None, None),  # references to [rows, V], where a gradient is written from row `first` on
+    first: Array | None = None,  # [1] int32
+    dtypes: tuple[Any, Any] = (jnp.float32, jnp.float32),  # of those that have no reference
+    *,
+    interpret: Any = None,
+) -> tuple[Array | None, Array | None]:
+    """The gradients by both models' logits that have no reference; rows that don't count are 0."""
+    of, beta, scale = _Rows("gradients", student.shape, interpret), options.beta, LOG2E / options.temperature
+    wanted = [k for k in (0, 1) if scales[k] is not None]
+    vectors = {**_named(softmaxes), "student_mean": means[0], "teacher_mean": means[1]}
+    vectors |= {"student_scale": scales[0], "teacher_scale": scales[1], **({} if hard is None else hard._asdict())}
+    vectors = {name: x for name, x in vectors.items() if x is not None}
+
+    def block(refs: Refs, b: _Block) -> None:
+        targets = [refs.get(f"{who}_gradient") for who in _MODELS]
+        to = [b.row if x is None else b.row + refs["first"][0] for x in into]
+
+        def zeros(columns: Sequence[Any], new: Any, carry: Any) -> Any:
+            for column in columns:
+                for k in wanted:
+                    b.store(targets[k], to[k], column, b.vectors(0.0)[0])
+            return carry
+
+        def of_row() -> None:
+            known = _numbers(refs, b.row, vectors)
+
+            def step(columns: Sequence[Any], new: Any, carry: Any) -> Any:
+                z, logs = _both(refs, b, columns, known, scale)
+                for column, x, (log_s, log_t) in zip(columns, z, logs, strict=True):
+                    if 0 in wanted:
+                        g = known["student_scale"] * _gradient(log_s, log_t, known.get("student_mean"), beta)
+                        if hard is not None:
+                            p = known["factor"] * jnp.exp2((x - known["shift"]) * LOG2E)
+                            g = g + jnp.where(b.offset == known["label"] - column, known["at_label"], p)
+                        b.store(targets[0], to[0], column, g)
+                    if 1 in wanted:
+                        g = _gradient(log_t, log_s, known.get("teacher_mean"), 1 - beta)
+                        b.store(targets[1], to[1], column, known["teacher_scale"] * g)
+                return carry
+
+            b.over(step, None)
+
+        lax.cond(refs["token"][b.row] >= 0, of_row, lambda: b.over(zeros, None))
+
+    inputs: dict[str, Any] = {"student": student, "teacher": teacher, "token": token, **vectors, "first": first}
+    outputs = {}
+    for k in wanted:
+        name = f"{_MODELS[k]}_gradient"
+        if into[k] is not None:
+            inputs[name] = into[k]
+        else:
+            outputs[name] = jax.ShapeDtypeStruct(student.shape, dtypes[k])
+    made = of.launch(inputs, outputs, block)
+    return made.get("student_gradient"), made.get("teacher_gradient")
+
+
+_MODELS = ("student", "teacher")
+_SOFTMAXES = tuple(f"{who}_{name}" for who in _MODELS for name in ("maximum", "log_sum"))
+
+
+def _named(softmaxes: tuple[JsdSoftmax, JsdSoftmax]) -> dict[str, Any]:
+    return dict(zip(_SOFTMAXES, (x for softmax in softmaxes for x in softmax[:2]), strict=True))
+
+
+def _numbers(refs: Refs, row: Any, names: Any) -> dict[str, Any]:
+    return {name: refs[name][row] for name in names}
+
+
+def _of_counted(block: Callable[[Refs, _Block], None]) -> Callable[[Refs, _Block], None]:
+    return lambda refs, b: pl.when(refs["token"][b.row] >= 0)(lambda: block(refs, b))
+
+
+def _both(refs: Refs, b: _Block, columns: Sequence[Any], known: Mapping[str, Any], scale: float) -> tuple[Any, Any]:
+    """The student's logits, and log2 of both models' probabilities, of each strip."""
+    z, u = ([b.load(refs[who], column) for column in columns] for who in _MODELS)
+    top, total, teacher_top, teacher_total = (known[name] for name in _SOFTMAXES)
+    return z, [
+        (_log2_probs(x, top, total, scale), _log2_probs(y, teacher_top, teacher_total, scale))
+        for x, y in zip(z, u, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- of each entry
+
+
+def _log2_probs(z: Any, maximum: Any, log_sum: Any, scale: float) -> Any:
+    """log2 of probabilities, at least FLOOR."""
+    return jnp.maximum((z - maximum) * scale - log_sum, FLOOR)
+
+
+def _mixture(d: Any, beta: float) -> tuple[Any, Any, Any, Any, Any]:
+    """Of d = log2(t / s): whether s is the larger, the weight w of the smaller one, its ratio to the larger, m / hi,
+    and its log2."""
+    below = d <= 0
+    w: Any = 0.5 if beta == 0.5 else jnp.where(below, beta, 1 - beta)
+    other: Any = 0.5 if beta == 0.5 else jnp.where(below, 1 - beta, beta)
+    e = jnp.exp2(-jnp.abs(d))
+    share = w * e + other
+    return below, w, e, share, jnp.log(share) * LOG2E
+
+
+def _terms(log_s: Any, log_t: Any, beta: float, near: Sequence[float]) -> tuple[Any, Any, Any, Any, Any]:
+    """Of each entry, from log2 of both probabilities: its part of the loss, what the gradients' means are made of, both
+    probabilities.  All but these over log(2), as logarithms to base 2 give them.
+    """
+    if beta == 1:
+        term, by_t, by_s, t, s = _terms(log_t, log_s, 0.0, near)
+        return term, by_s, by_t, s, t
+    d = log_t - log_s
+    size = jnp.abs(d)
+    if beta == 0:
+        s, t = jnp.exp2(log_s), jnp.exp2(log_t)
+        by_s, by_t = s - t, t * d
+        far = by_s * LOG2E + by_t
+        far = jnp.where((d > INFINITE) & (t > 0), jnp.inf, far)
+        x, of = -d, t
+    else:
+        below, w, e, share, log_share = _mixture(d, beta)
+        hi = jnp.exp2(jnp.maximum(log_s, log_t))
+        lo = hi * e
+        s, t = jnp.where(below, hi, lo), jnp.where(below, lo, hi)
+        by_s = -s * (log_share + jnp.maximum(d, 0.0))
+        by_t = -t * (log_share - jnp.minimum(d, 0.0))
+        far = -(hi * share) * log_share - (w * lo) * size
+        x, of = d, s
+    series = near[-1]
+    for c in near[-2::-1]:
+        series = c + x * series
+    return jnp.where(size < NEAR, of * (d * d) * series, jnp.maximum(far, 0.0)), by_s, by_t, s, t
+
+
+def _gradient(log_own: Any, log_other: Any, mean: Any, beta: float) -> Any:
+    """A model's probability p times (log2(p / q) - mean), where q is the mixture or, with `beta` 1, the other model's.
+
+    `beta` is the weight of the other model in the mixture.  With 0 it is the two probabilities' difference.
+    """
+    p = jnp.exp2(log_own)
+    if beta == 0:
+        return p - jnp.exp2(log_other)
+    d = log_other - log_own
+    if beta == 1:
+        return p * (-d - mean)
+    log_share = _mixture(d, beta)[-1]
+    return p * (-(log_share + jnp.maximum(d, 0.0)) - mean)

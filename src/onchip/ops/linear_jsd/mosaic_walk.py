@@ -1,0 +1,361 @@
+"""The walks of linear_jsd and jsd on Hopper: XLA's products, and between them the kernels of mosaic_kernels.py.
+
+`jsd` has a kernel for forward and one for backward, over all tokens in place; between them pass a few numbers by token.
+
+`linear_jsd` takes chunks of tokens.  Two products leave both models' logits in float32; one kernel makes losses and
+statistics of them, another the gradients by logits, in the products' dtype.  Three ways lead on from there:
+
+- "kept": the gradients by logits of all tokens are kept.  Backward multiplies each token's factor into the rows of the
+  two other products' operand and result, so that the weight's gradient is one product that rounds once.
+- "summed": forward adds each chunk's gradients to float32 sums, for an upstream gradient of 1.
+- "again": only the statistics are kept.  Backward takes chunks of the vocabulary, for which it makes the logits of all
+  tokens again; so the rows of the weight's gradient are made once, and need no sums.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onchip.frontend.jax_call import IGNORED, Planned, vary_alike
+from onchip.frontend.jax_inputs import hopper_refusal
+from onchip.kernels.jax_products import product, rounded_product
+from onchip.kernels.mosaic.launch import written
+from onchip.kernels.mosaic.maths import LN2
+from onchip.ops.linear_jsd import memory
+from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, problem_of
+from onchip.ops.linear_jsd.memory import JsdMosaicPlan
+from onchip.vocab.xla.loss import Reduction
+from onchip.vocab.xla.tiles import (
+    Columns,
+    CountedTokens,
+    XlaLogits,
+    XlaProjection,
+    cut,
+    cut_rows,
+    over_tokens,
+    select_tokens,
+    write,
+    write_rows,
+)
+
+Array = jax.Array
+
+
+def refusal(static: JsdStatic, models: Any, constants: JsdConstants) -> str | None:
+    """Why the kernels can't serve the call, or None."""
+    if static.shard is not None:
+        return "it doesn't take a split vocabulary; pass backend='xla'"
+    grads = True, static.options.teacher_grad
+    needs = [jax.tree.map(lambda _, grad=grad: grad, x) for x, grad in zip(models, grads, strict=True)]
+    p = problem_of(static, needs, False, models, constants)
+    return memory.mosaic_refusal(p, static.platform) or hopper_refusal()
+
+
+def plan(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> JsdMosaicPlan:
+    """How a call with heads is computed; raises ValueError if the budget is too small."""
+    p = problem_of(static, needs, static.options.reduction != "none", models, constants)
+    return memory.MOSAIC_PLANNER.plan(p, "", static.options.scratch_bytes)
+
+
+def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
+    """The loss, and what backward needs."""
+    run = partial(_of_heads if _has_heads(models) else _of_logits, static, needs)
+    return jax.custom_batching.sequential_vmap(run)(models, constants)  # type: ignore[no-any-return]
+
+
+def backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Any) -> Any:
+    return jax.custom_batching.sequential_vmap(partial(_backward, static, needs))(saved, grad_loss)
+
+
+def _backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> Any:
+    if not isinstance(saved, Planned):
+        return _gradients_of_logits(static, needs, saved, grad_loss)
+    arrays, of = saved.arrays, saved.plan
+    if of.way == "summed":
+        return jax.tree.map(lambda g: g * grad_loss, arrays)
+    gradients = _gradients_of_kept if of.way == "kept" else _gradients_again
+    return gradients(static, needs, of, arrays, grad_loss)
+
+
+def _has_heads(models: Any) -> bool:
+    return any(isinstance(x, XlaProjection) for x in models)
+
+
+# -------------------------------------------------------------------------------------------------- what kernels take
+
+
+class _Found(NamedTuple):
+    """What the kernels know of rows of logits."""
+
+    value: Array  # [C] float32: the loss
+    softmaxes: Any  # JsdSoftmax of both models
+    means: Any  # of `terms`
+    hard: Any  # JsdHard, without factors by row
+
+
+def _wants(needs: Any) -> tuple[bool, bool]:
+    """Whether each model needs any gradient."""
+    student, teacher = (any(jax.tree.leaves(x)) for x in needs)
+    return student, teacher
+
+
+def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tuple[bool, bool]) -> _Found:
+    """Of both models' rows whose `token` isn't negative."""
+    from onchip.ops.linear_jsd import mosaic_kernels as kernels  # Pallas takes a second to import
+
+    options, (z, u) = static.options, logits
+    tau, is_hard = options.temperature, options.hard_weight > 0
+    student = kernels.softmax(z, token, label if is_hard else None, tau)
+    softmaxes = student._replace(others=None), kernels.softmax(u, token, None, tau)
+    # At the ends of beta one of the gradients is a plain difference.
+    means = wants[0] and options.beta != 0, wants[1] and options.beta != 1
+    made = kernels.terms(z, u, token, softmaxes, options, means=means)
+    value, hard = options.soft_factor * made.value, None
+    if is_hard:
+        own = jnp.take_along_axis(z, label[:, None], 1, mode="clip")[:, 0].astype(jnp.float32)
+        top = jnp.maximum(student.maximum, own)
+        rest = student.others * jnp.exp(student.maximum - top)
+        # log1p where the label leads: there the loss is small, and 1 + others would round it away.
+        log_total = jnp.where(own >= top, jnp.log1p(rest), jnp.log(rest + jnp.exp(own - top)))
+        log_prob = (own - top) - log_total
+        value -= options.hard_weight * log_prob
+        weight = jnp.full_like(value, options.hard_weight)
+        hard = kernels.JsdHard(label, log_total + top, weight, weight * jnp.expm1(log_prob))
+    return _Found(jnp.where(token < 0, 0, value), softmaxes, made[1:], hard)
+
+
+def _gradients(
+    static: JsdStatic, logits: Any, token: Array, found: _Found, scale: Array, wants: tuple[bool, bool], **into: Any
+) -> Any:
+    """Those by logits, of rows with these factors [C]; `into` as of the kernel."""
+    from onchip.ops.linear_jsd import mosaic_kernels as kernels
+
+    options, hard, (z, u) = static.options, found.hard, logits
+    soft = options.soft_factor / options.temperature
+    both = (soft, soft) if options.beta in (0, 1) else (soft * (1 - options.beta), soft * options.beta)
+    # What isn't a plain difference is to base 2.
+    both = both[0] * (1 if options.beta == 0 else LN2), both[1] * (1 if options.beta == 1 else LN2)
+    scales = both[0] * scale if wants[0] else None, both[1] * scale if wants[1] else None
+    if hard is not None:
+        hard = hard._replace(factor=hard.factor * scale, at_label=hard.at_label * scale)
+    return kernels.gradients(z, u, token, found.softmaxes, found.means, scales, hard, options, **into)
+
+
+# ----------------------------------------------------------------------------------------------------- existing logits
+
+
+def _of_logits(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
+    label, token = _tokens_in_place(constants)
+    found = _found(static, models, token, label, _wants(needs))
+    tokens, reduction = _reduction(static, constants, len(label))
+    per_token = static.options.reduction == "none"
+    loss = reduction.reduced(tokens.take(found.value, 0), tokens, per_token=per_token)
+    return loss, (models, constants, found) if any(_wants(needs)) else None
+
+
+def _gradients_of_logits(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> Any:
+    models, constants, found = saved
+    label, token = _tokens_in_place(constants)
+    tokens, reduction = _reduction(static, constants, len(label))
+    scale = tokens.spread(reduction.row_scale(grad_loss, tokens))
+    dtypes = tuple(x.dtype for x in models)
+    return _gradients(static, models, token, found, scale, _wants(needs), dtypes=dtypes)
+
+
+def _tokens_in_place(constants: JsdConstants) -> tuple[Array, Array]:
+    """Each token's label, at least 0, and its number, negative for one that is ignored."""
+    labels = constants.labels
+    return jnp.maximum(labels, 0), jnp.where(labels == IGNORED, -1, jnp.arange(len(labels), dtype=jnp.int32))
+
+
+def _reduction(static: JsdStatic, constants: JsdConstants, chunk: int) -> tuple[CountedTokens, Reduction]:
+    tokens = select_tokens(constants.labels, chunk)
+    labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
+    of_call = constants.token_weight, constants.normalizer, mean, jnp.dtype(jnp.float32)
+    return tokens, Reduction.of(tokens, labels, *of_call)
+
+
+# --------------------------------------------------------------------------------------------------------------- heads
+
+
+def _of_heads(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
+    of = plan(static, needs, models, constants)
+    loss, made = _walk(static, needs, models, constants, of)
+    if of.way == "forward":
+        return loss, None
+    return loss, Planned(made if of.way == "summed" else (models, constants, made), of)
+
+
+def _walk(
+    static: JsdStatic, needs: Any, models: Any, constants: JsdConstants, of: JsdMosaicPlan
+) -> tuple[Any, tuple[Any, ...] | _Found | None]:
+    """The loss, and what is made for the gradients: their float32 sums; or the gradients by logits without the tokens'
+    factors, [P, V] for each model; or what is known of all rows."""
+    chunk, wants = of.chunk, _wants(needs)
+    tokens, reduction = _reduction(static, constants, chunk)
+    number, label = _rows_of(tokens, constants)
+    rows = len(number)
+    scale = reduction.row_scale(jnp.ones(()), tokens)
+    sources = _sources(models)
+    keeps = [of.way == "kept" and want for want in wants]
+    kept = [lax.empty((rows, static.size), jnp.bfloat16) if keep else None for keep in keeps]
+    sums = [x.zeros(need, rows) if of.way == "summed" else _none_of(x) for x, need in zip(sources, needs, strict=True)]
+
+    def noted(found: _Found) -> Any:
+        return found if of.way == "again" else found.value
+
+    def body(start: Any, carry: Any) -> Any:
+        notes, kept, sums = carry
+        hidden = [source.rows(tokens, start, chunk) for source in sources]
+        z = [source.logits(x) if isinstance(source, XlaProjection) else source.floats(x)
+             for source, x in zip(sources, hidden, strict=True)]  # fmt: skip
+        token, y, factor = cut_rows((number, label, scale), start, chunk)
+        found = _found(static, z, token, y, wants)
+        notes = write_rows(notes, noted(found), start)
+        if of.way == "kept":
+            first = jnp.asarray(start, jnp.int32).reshape(1)
+            arguments = first, z, token, found, jnp.ones_like(factor)
+            return notes, written(_into, {"static": static, "wants": wants}, kept, *arguments), sums
+        if of.way == "summed":
+            made = _gradients(static, z, token, found, factor, wants, dtypes=_DTYPES)
+            sums = [source.accumulate(g, by_z, x, tokens, start) if jax.tree.leaves(g) else g
+                    for source, g, by_z, x in zip(sources, sums, made, hidden, strict=True)]  # fmt: skip
+        return notes, kept, sums
+
+    z = [jax.ShapeDtypeStruct((rows, static.size), jnp.float32 if isinstance(x, XlaProjection) else x.dtype)
+         for x in sources]  # fmt: skip
+    known = jax.eval_shape(lambda z: noted(_found(static, z, number, label, wants)), z)
+    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), known), kept, sums
+    carry = vary_alike(carry, (models, constants))
+    notes, kept, sums = over_tokens(tokens, chunk, body, carry)
+    values = notes.value if of.way == "again" else notes
+    loss = reduction.reduced(values, tokens, per_token=static.options.reduction == "none")
+    if of.way == "kept":
+        return loss, tuple(_rest_zero(tokens, chunk, kept))
+    return loss, tuple(_whole(tokens, x) for x in sums) if of.way == "summed" else notes
+
+
+_DTYPES = jnp.bfloat16, jnp.bfloat16  # of gradients by logits
+
+
+def _sources(models: Any) -> list[XlaProjection | XlaLogits]:
+    return [x if isinstance(x, XlaProjection) else XlaLogits.of(x) for x in models]
+
+
+def _rows_of(tokens: CountedTokens, constants: JsdConstants) -> tuple[Array, Array]:
+    """Each row's number, negative for one that holds no token, and its label, at least 0."""
+    number = jnp.arange(len(tokens.source), dtype=jnp.int32)
+    return jnp.where(tokens.there(), number, -1), jnp.maximum(tokens.take(constants.labels, 0), 0)
+
+
+def _whole(tokens: CountedTokens, made: Any) -> Any:
+    """Gradients with zeros for ignored tokens."""
+    if made is None or made.hidden is None:
+        return made
+    return replace(made, hidden=tokens.spread(made.hidden))
+
+
+def _into(
+    refs: Any, first: Any, z: Any, token: Any, found: Any, scale: Any, *, static: JsdStatic, wants: tuple[bool, bool]
+) -> None:
+    _gradients(static, z, token, found, scale, wants, into=refs, first=first)
+
+
+def _rest_zero(tokens: CountedTokens, chunk: int, kept: Any) -> Any:
+    """What is kept, with zeros in the chunks that have no token: products read them."""
+
+    def chunk_of_zeros(i: Any, kept: Any) -> Any:
+        return jax.tree.map(lambda x: write_rows(x, jnp.zeros((chunk, x.shape[1]), x.dtype), i * chunk), kept)
+
+    chunks = (tokens.number + chunk - 1) // chunk
+    return lax.fori_loop(chunks, len(tokens.source) // chunk, chunk_of_zeros, kept)
+
+
+def _gradients_of_kept(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: Any, grad_loss: Array) -> Any:
+    models, constants, kept = saved
+    tokens, reduction = _reduction(static, constants, of.chunk)
+    scale = reduction.row_scale(grad_loss, tokens)
+    made = [_none_of(x) if g is None else _gradients_of_head(x, need, tokens, scale, g)
+            for x, need, g in zip(models, needs, kept, strict=True)]  # fmt: skip
+    return tuple(made)
+
+
+def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: Any, grad_loss: Array) -> Any:
+    models, constants, found = saved
+    wants = _wants(needs)
+    tokens, reduction = _reduction(static, constants, of.chunk)
+    number, _ = _rows_of(tokens, constants)
+    scale = reduction.row_scale(grad_loss, tokens)
+    sources = _sources(models)
+    hidden = [x.rows(tokens, 0, len(number)) if isinstance(x, XlaProjection) else None for x in sources]
+    made = [_empty(x, need, len(number)) for x, need in zip(sources, needs, strict=True)]
+
+    def step(start: Any, size: int, hidden: Any, made: Any) -> Any:
+        columns = Columns(start, size)
+        parts = [x.part(columns) if isinstance(x, XlaProjection) else XlaLogits(cut(x.bits, start, size, 1), x.dtype)
+                 for x in sources]  # fmt: skip
+        z = [part.logits(rows) if isinstance(part, XlaProjection) else part.floats(part.rows(tokens, 0, len(number)))
+             for part, rows in zip(parts, hidden, strict=True)]  # fmt: skip
+        hard = found.hard if found.hard is None else found.hard._replace(label=found.hard.label - start)
+        by_z = _gradients(static, z, number, found._replace(hard=hard), scale, wants, dtypes=_DTYPES)
+        return [x if g is None else _with_columns(x, part, rows, g, start)
+                for x, part, rows, g in zip(made, parts, hidden, by_z, strict=True)]  # fmt: skip
+
+    whole, last = memory.vocab_chunks(static.size, of.columns)
+    made = vary_alike(made, (models, constants, scale))
+    made = lax.fori_loop(0, whole, lambda i, made: step(i * of.columns, of.columns, hidden, made), made)
+    if last:
+        # One after the other: the memory is there once.
+        hidden, made = lax.optimization_barrier((hidden, made)) if whole else (hidden, made)
+        made = step(whole * of.columns, last, hidden, made)
+    return tuple(_whole(tokens, x) for x in made)
+
+
+def _empty(source: Any, needs: Any, rows: int) -> Any:
+    """The gradients before any chunk of the vocabulary: hidden's a sum, the others to be written."""
+    if not isinstance(source, XlaProjection):
+        return None
+    made = source.zeros(replace(needs, weight=False), rows)
+    return replace(made, weight=lax.empty(source.weight.shape, source.weight.dtype) if needs.weight else None)
+
+
+def _with_columns(made: XlaProjection, part: Any, rows: Array, g: Array, start: Any) -> XlaProjection:
+    """The gradients with those by a chunk of the vocabulary, from the gradients by its logits [P, C]."""
+    hidden, weight, bias, axis = made.hidden, made.weight, made.bias, part.vocab_axis
+    if hidden is not None:
+        hidden += product(g, part.weight, (1, axis))
+    if weight is not None:
+        weight = write(weight, _by_weight(g, rows, axis), start, axis)
+    if bias is not None:
+        bias = write(bias, jnp.sum(g, 0, dtype=bias.dtype), start)
+    return replace(made, hidden=hidden, weight=weight, bias=bias)
+
+
+def _by_weight(g: Array, rows: Array, axis: int) -> Array:
+    """The weight's gradient, rounded once."""
+    return rounded_product(g, rows, (0, 0)) if axis == 0 else rounded_product(rows, g, (0, 0))
+
+
+def _none_of(model: Any) -> Any:
+    """No gradients."""
+    return replace(model, hidden=None, weight=None, bias=None) if isinstance(model, XlaProjection) else None
+
+
+def _gradients_of_head(
+    layer: XlaProjection, needs: Any, tokens: CountedTokens, scale: Array, g: Array
+) -> XlaProjection:
+    """From the gradients by logits [P, V] without the tokens' factors, `scale`."""
+    hidden = weight = bias = None
+    if needs.hidden:
+        hidden = tokens.spread(product(g, layer.weight, (1, layer.vocab_axis)) * scale[:, None])
+    if needs.weight:
+        rows = layer.rows(tokens, 0, len(scale))
+        rows = (rows * scale[:, None]).astype(rows.dtype)
+        weight = _by_weight(g, rows, layer.vocab_axis)
+    if needs.bias:
+        bias = jnp.sum(g.astype(jnp.float32) * scale[:, None], 0)
+    return replace(layer, hidden=hidden, weight=weight, bias=bias)
