@@ -40,6 +40,7 @@ from onchip.ops.fp8_linear import jax_op as fp8_op
 from onchip.ops.grouped_matmul import jax_op as grouped_op
 from onchip.ops.linear_jsd import mosaic_walk as jsd_walk
 from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.rows import mosaic_op as mosaic_rows
 from shard_map_lowering import readable
 
 BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
@@ -55,7 +56,7 @@ def on_h100():
         for module in [x for name, x in sys.modules.items() if name.startswith("onchip.")]:
             if vars(module).get("platform") is real:
                 stack.enter_context(mock.patch.object(module, "platform", return_value="gpu"))
-        for module in (attention_op, fp8_op, grouped_op, jax_front, mosaic_op):
+        for module in (attention_op, fp8_op, grouped_op, jax_front, mosaic_op, mosaic_rows):
             stack.enter_context(mock.patch.object(module, "hopper_refusal", return_value=None))
         stack.enter_context(mock.patch.object(jsd_walk, "hopper_refusal", return_value=None))
         yield
@@ -226,14 +227,16 @@ def _cases():
     yield "sharded_linear_log_probs", partial(sharded, sharded_linear_log_probs, head, 512, 256, 4096, backend="xla")
     yield "sharded_linear_jsd", partial(sharded, sharded_linear_jsd, two_heads, 512, 256, 4096)
     yield "fp8_linear xla e5m2", partial(quantised, 1024, 768, 640, grad_dtype="e5m2", backend="xla")
-    for name, options in OPTIONS.items():
-        if name != "bias":
-            yield f"cross_entropy {name}", partial(of_logits, 1024, 32768, **options)
-    for labels in ("dense", "topk"):
-        yield f"cross_entropy {labels}", partial(of_logits, 1024, 32768, labels=labels)
+    of_losses = {name: options for name, options in OPTIONS.items() if name != "bias"}
+    for backend in ("mosaic_gpu", "xla"):
+        of_rows = partial(of_logits, 1024, 32768, backend=backend)
+        for name, options in (of_losses | {labels: {"labels": labels} for labels in ("dense", "topk")}).items():
+            yield f"cross_entropy {backend} {name}", partial(of_rows, **options)
+        yield f"cross_entropy {backend} awkward", partial(of_logits, 300, 1001, backend=backend)
     for name, options in {"plain": {}, "entropy": {"entropy": True}, "four ids": {"ids": 4}}.items():
-        yield f"log_probs {name}", partial(of_logits, 1024, 32768, op=log_probs, **options)
         for backend in ("mosaic_gpu", "xla"):
+            of_rows = partial(of_logits, 1024, 32768, op=log_probs, backend=backend, **options)
+            yield f"log_probs {backend} {name}", of_rows
             of_head = partial(head, 1024, 512, 32768, op=linear_log_probs, backend=backend, **options)
             yield f"linear_log_probs {backend} {name}", of_head
     for beta in (0.0, 0.5, 1.0):

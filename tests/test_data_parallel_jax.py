@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plain_kernels
+import plain_rows
 from on_devices import adding_to, report_checks, run_checks
 from onchip.jax import (
     TopK,
@@ -347,6 +348,49 @@ def kernels():
             made = gradients(partial(op, backend="mosaic_gpu"))(*given)
         for x, expected in zip(jax.tree.leaves(jax.device_get(made)), jax.tree.leaves(wanted), strict=True):
             assert np.linalg.norm(np.float32(x) - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@slow
+def kernels_of_rows():
+    """The same for logits that exist: each device's kernels get its own rows, and no split vocabulary."""
+    rng = np.random.default_rng(0)
+    z = np.float32(rng.standard_normal((8, 12, 136)) * 2)
+    y = rng.integers(136, size=(8, 12)).astype(np.int32)
+    y[0, :10] = -100
+
+    def losses(z, scale, y, **which):
+        return cross_entropy(z * scale, y, z_loss=1e-3, label_smoothing=0.1, **which)
+
+    def of_ids(z, scale, y, **which):
+        made = log_probs(z * scale, jnp.stack([y, jnp.where(y < 0, y, 7)], -1), entropy=True, **which)
+        return made.log_prob.sum() + 0.3 * made.entropy.sum()
+
+    def by_token(z, scale, y, **which):
+        return jnp.square(cross_entropy(z * scale, y, reduction="none", **which)).sum()
+
+    def soft(z, scale, y, **which):
+        return cross_entropy(z * scale, jnp.abs(z), **which)
+
+    scale, split = np.float32(0.7), (("dp", "tp"), None, None)
+    for op in (losses, of_ids, by_token, soft):
+        wanted = jax.device_get(gradients(partial(op, backend="xla"))(z, scale, y))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            plain_rows.stand_in(monkeypatch)
+            run = gradients(partial(op, backend="mosaic_gpu"))
+            for kind in (AxisType.Auto, AxisType.Explicit):
+                mesh = mesh_of("dp", "tp", kind=kind)
+                with jax.set_mesh(mesh):
+                    given = placed(mesh, (split, (), split[:2]), (z, scale, y))
+                    compiled = run.lower(*given).compile()
+                    assert_same(compiled(*given), wanted, scale=4)
+                assert "f32[24,136]" in compiled.as_text()
+                assert not re.search(r"f32\[(96|8,12|48),136\]", compiled.as_text())
+            mesh = mesh_of("dp", "tp")
+            given = placed(mesh, (("dp", None, "tp"), (), ("dp",)), (z, scale, y))
+            with pytest.raises(Exception, match="it doesn't take a split vocabulary; pass backend='xla'"):
+                run(*given)
+            assert_same(gradients(op)(*given), wanted, scale=4)  # 'auto' takes plain JAX
+        plain_rows.forget()
 
 
 @slow

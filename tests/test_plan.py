@@ -242,8 +242,8 @@ def test_the_plans_of_the_other_ops_are_what_they_will_do():
     walks = [planned(PLANNERS["plain"], log_probs, walk, 4) for walk in ("forward", "recompute")]
     largest = [max(of_budget, key=lambda made: sum(made[0].values())) for of_budget in zip(*walks, strict=True)]
     assert parts("linear_log_probs", "plain", entropy=True) == largest
-    for framework, backend in (("torch", "triton"), ("torch", "plain"), ("jax", "xla")):
-        options = {backend: True} if backend != "plain" else {}
+    for framework, backend in (("torch", "triton"), ("torch", "plain"), ("jax", "xla"), ("jax", "mosaic_gpu")):
+        options = {backend.removesuffix("_gpu"): True} if backend != "plain" else {}
         p = row_memory.RowsProblem(**rows, **options)
         assert parts("cross_entropy", backend, framework=framework) == planned(row_memory.PLANNER, p, "", 0)
     jsd = jsd_memory.JsdProblem(128256, student, teacher)

@@ -40,6 +40,7 @@ LOWERED = (
     "tests/grouped_matmul/test_gm_mosaic.py",
     "tests/fp8_linear/test_fp8_jax.py",
     "tests/linear_log_probs/test_llp_mosaic.py",
+    "tests/vocab/test_rows_mosaic.py",
     "tests/attention/test_attention_mosaic.py",
 )
 

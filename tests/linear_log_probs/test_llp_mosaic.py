@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import plain_kernels
-from onchip.jax import linear_log_probs, log_probs
+from onchip.jax import linear_log_probs
 from onchip.ops.linear_log_probs import jax_op
 from onchip.ops.linear_log_probs.cases import LogProbsCase
 from onchip.ops.linear_log_probs.checks import CHECKER
@@ -173,4 +173,3 @@ def test_refusals():
     assert_refused("linear_log_probs", partial(run, backend="mosaic_gpu"), ValueError, message)
     message = "backend must be one of 'auto', 'xla', 'mosaic_gpu', 'triton'; got 'tpu'"
     assert_refused("linear_log_probs", partial(run, backend="tpu"), ValueError, message)
-    assert_refused("log_probs", partial(log_probs, h, y, backend="mosaic_gpu"), ValueError, "backend must be one of")

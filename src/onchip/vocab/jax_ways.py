@@ -16,6 +16,7 @@ ignored tokens are exact zeros.  They run under jit, vmap and scan; T, H and V a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,15 +24,23 @@ import jax
 
 from onchip.frontend.jax_call import is_tracked
 from onchip.frontend.jax_types import WeightLayout
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import mosaic_op as mosaic_rows
+from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import walk as xla
 from onchip.vocab.xla.parallel import Shard
+from onchip.vocab.xla.tiles import XlaProjection
 
 # Best first, by platform.
 BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
 Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
 MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic}
+ROWS: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic_rows}
+"""The ways for logits that exist already, whose gradients are of these.  They have `of_logits`, which makes the source
+of a call, and `row_plan` makes their plans."""
 
 
 def refusals(
@@ -71,6 +80,34 @@ def refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, 
     given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
     problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
     return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
+
+
+def row_refusals(problem: RowsProblem, platform: str, shard: Shard | None = None) -> dict[str, str | None]:
+    """Why each backend of the platform, best first, can't serve a call with logits, or None."""
+    reasons = {"xla": None, "mosaic_gpu": mosaic_rows.refusal(problem, platform, shard)}
+    return {name: reasons[name] for name in BACKENDS.get(platform, ("xla",))}
+
+
+def row_refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, str | None]:
+    """The same for logits on this device, by what is known about them."""
+    from onchip.oracle.jax import platform_of
+
+    problem = RowsProblem(1, given.get("vocab", 1024), dtype, device)
+    return row_refusals(problem, platform_of(device))
+
+
+def row_plan(problem: RowsProblem, backend: str, budget: int | None) -> ChunkConfig:
+    """How many rows are taken at a time; raises ValueError if the budget is too small."""
+    problem = replace(problem, xla=backend == "xla", mosaic=backend == "mosaic_gpu")
+    return ChunkConfig("forward", row_memory.plan(problem, "", budget), problem.vocab)
+
+
+def way_to(backend: str, of: XlaProjection | jax.Array) -> tuple[ModuleType, Any]:
+    """The module of a backend for a head or for logits, and the source of its calls."""
+    if isinstance(of, XlaProjection):
+        return MODULES[backend], of
+    way = ROWS[backend]
+    return way, way.of_logits(of)
 
 
 def each(backend: ModuleType, run: Any) -> Any:

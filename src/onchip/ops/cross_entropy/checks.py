@@ -1,14 +1,20 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, CLASS_CASES, make_inputs
 from onchip.oracle.checks import Checker, kernel_refusals, op_in, plain_cross_entropy
 
-plain_refusals = partial(kernel_refusals, "onchip.kernels.triton.launch:device_refusal")
+
+def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
+    """As `kernel_refusals`, of the op's own backends."""
+    if framework == "jax":
+        from onchip.vocab.jax_ways import row_refusals_of
+
+        return row_refusals_of(device, dtype, given)
+    return kernel_refusals("onchip.kernels.triton.launch:device_refusal", device, dtype, framework, given)
 
 
 def _call(fw: Any, how: Mapping[str, Any], logits: Any, target: Any, **keywords: Any) -> dict[str, Any]:

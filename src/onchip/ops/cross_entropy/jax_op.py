@@ -4,6 +4,8 @@ The public function calls `_op`, to which `with_gradients_on_mesh` gives its der
 gradient are computed as for the losses of a linear layer (`onchip.vocab.xla`); the package's docstring has the maths.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -30,15 +32,13 @@ from onchip.frontend.topk import TopK
 from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
 from onchip.vocab.chunks import ChunkConfig
-from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.jax_ways import ROWS, Backend, each, row_plan, row_refusals
 from onchip.vocab.rows.memory import RowsProblem
-from onchip.vocab.xla import walk
 from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
 from onchip.vocab.xla.parallel import check_axis, shard_of, split_as
-from onchip.vocab.xla.tiles import XlaLogits, XlaTokenStats, select_tokens
+from onchip.vocab.xla.tiles import XlaTokenStats
 
-BACKENDS = ("xla",)
-Backend = Literal["auto", "triton", "xla"]
+BACKENDS = tuple(ROWS)
 
 
 class JaxLogitsKeywords(JaxLossKeywords, total=False):
@@ -178,7 +178,7 @@ def cross_entropy(
     check_shift(OP, options.shift, leading, f"{name} of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given, total)
-    choose_backend(OP, backend, dict.fromkeys(BACKENDS), ("triton",))
+    choose_backend(OP, backend, dict.fromkeys(ROWS), ("triton",))
     shard = shard_of(OP, given, own_vocab)
     vocab = own_vocab if shard is None else shard.vocab
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
@@ -188,7 +188,7 @@ def cross_entropy(
     if not logits.size:
         return XlaLossOutputs.of_nothing(reduction, return_stats, total).shaped(leading)
     outputs: Any = XlaLossOutputs(BY_TOKEN if reduction == "none" else WHOLE, BY_TOKEN)  # type: ignore[arg-type]
-    static, roles = Static(options, platform(), shard=shard), Roles(BY_ENTRY, constants.roles(), outputs)
+    static, roles = Static(options, platform(), backend, shard), Roles(BY_ENTRY, constants.roles(), outputs)
     share = isinstance(scratch_bytes, float)
     made = by_tokens(_op, static, roles, jnp.asarray(logits), constants, by_share=share, but=axis_name)
     return made.shaped(leading)  # type: ignore[no-any-return]
@@ -199,7 +199,12 @@ def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static,
     vocab = logits.shape[-1]
     axes = () if static.mesh is None else static.mesh.spread.tokens
     constants = Constants.of(given, static.options, accumulator(logits.dtype), axes)
-    return split_as(static, vocab), logits.reshape(logits.size // vocab, vocab), constants
+    static, logits = split_as(static, vocab), logits.reshape(logits.size // vocab, vocab)
+    problem = _problem(static, True, logits, constants)
+    refused = row_refusals(problem, static.platform, static.shard)
+    if static.backend == "auto" and problem.labels and "mosaic_gpu" in refused:
+        refused["mosaic_gpu"] = "with labels for every entry it has not run on a GPU yet"
+    return static._replace(backend=choose_backend(OP, static.backend, refused)), logits, constants
 
 
 def _forward(
@@ -207,8 +212,10 @@ def _forward(
 ) -> tuple[XlaLossOutputs, Planned | None]:
     if static.shard is not None:
         static.shard.refuse_untracked(OP, needs)
+    way = ROWS[static.backend]
     plan, call = _planned(static, needs, logits, constants)
-    stats, sums, saved = walk.forward(plan, constants.wanted(static.options.return_stats), needs, call)
+    wanted = constants.wanted(static.options.return_stats)
+    stats, sums, saved = each(way, partial(way.forward, plan, wanted, needs))(call)
     made = call.outputs(static.options.reduction, stats, sums)
     if saved is None:
         return made, None
@@ -216,29 +223,32 @@ def _forward(
     return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
 
 
-def _planned(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[ChunkConfig, LossCall]:
-    problem = RowsProblem(
+def _problem(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> RowsProblem:
+    return RowsProblem(
         tokens=len(logits),
         vocab=logits.shape[1],
         dtype=logits.dtype.name,
         device="cpu" if static.platform == "cpu" else "cuda",
         grad=needs,
         stats=static.options.return_stats,
-        xla=True,
         **constants.problem(),
     )
-    chunk = row_memory.plan(problem, "", static.options.scratch_bytes)
-    tokens = select_tokens(constants.kept, chunk)
-    call = constants.call(static.options.reduction, XlaLogits.of(logits), tokens, static.shard)
-    return ChunkConfig("recompute" if needs else "forward", chunk, problem.vocab), call
+
+
+def _planned(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[ChunkConfig, LossCall]:
+    way = ROWS[static.backend]
+    plan = row_plan(_problem(static, needs, logits, constants), static.backend, static.options.scratch_bytes)
+    tokens = way.select(plan, constants.kept)
+    call = constants.call(static.options.reduction, way.of_logits(logits), tokens, static.shard)
+    return replace(plan, strategy="recompute" if needs else "forward"), call
 
 
 def _backward(static: Static, needs: bool, saved: Planned, cotangents: XlaLossOutputs) -> jax.Array:
     """The gradient of the logits [T, V] in their dtype."""
-    logits, kept = saved.arrays
+    (logits, kept), way = saved.arrays, ROWS[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    kept = kept._replace(call=kept.call._replace(source=XlaLogits.of(logits)))
-    made: jax.Array = walk.backward(saved.plan, needs, kept, upstream)
+    kept = kept._replace(call=kept.call._replace(source=way.of_logits(logits)))
+    made: jax.Array = each(way, partial(way.backward, saved.plan, needs))(kept, upstream)
     return made
 
 
@@ -253,7 +263,7 @@ def _resume(
     if kept is None:
         return None
     plan, call = _planned(static, needs, logits, constants)
-    return Planned((logits, walk.XlaSaved(call._replace(source=None), kept.by_row(call.tokens))), plan)
+    return Planned((logits, ROWS[static.backend].Saved(call._replace(source=None), kept.by_row(call.tokens))), plan)
 
 
 _op = with_gradients_on_mesh(OP, _forward, _backward, _on_device, Between(keep=_keep, resume=_resume))

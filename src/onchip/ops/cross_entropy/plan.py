@@ -1,23 +1,32 @@
 """What `onchip plan` says of the op.  No framework."""
 
 from functools import partial
+from typing import Any
 
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, Way
 from onchip.plan.document import Baseline
 from onchip.plan.gpus import faster_memory, rates
 from onchip.plan.plain import EAGER, JIT, Measured, was_measured
-from onchip.plan.ways import Said, never, planned, triton_refusal
+from onchip.plan.ways import Said, hopper_refusal, never, planned, triton_refusal
 from onchip.vocab.rows import memory
 
 _CROSS_ENTROPY = Measured(EAGER, "F.cross_entropy(logits.float(), target)", 12, 16.9, 8, 8.3)
 
 
-def _rows_way(asked: PlannedCall, *, triton: bool = False, xla: bool = False) -> Way:
+def _problem(asked: PlannedCall, **way: Any) -> memory.RowsProblem:
     of = asked.problem
-    p = memory.RowsProblem(
-        of.tokens, of.vocab, of.dtype, of.device, grad=asked.gradients, softcap=of.softcap, triton=triton, xla=xla
-    )
+    return memory.RowsProblem(of.tokens, of.vocab, of.dtype, of.device, grad=asked.gradients, softcap=of.softcap, **way)
+
+
+def _mosaic_refusal(asked: PlannedCall) -> str | None:
+    device = asked.problem.device
+    refusal = memory.mosaic_refusal(_problem(asked), "gpu" if device == "cuda" else device)
+    return refusal or hopper_refusal(asked)
+
+
+def _rows_way(asked: PlannedCall, *, triton: bool = False, **way: Any) -> Way:
+    p = _problem(asked, triton=triton, **way)
 
     def say(rows: int) -> Said:
         ms = None
@@ -54,7 +63,10 @@ PLAN = PlannedOp(
             "triton": Backend(triton_refusal, partial(_rows_way, triton=True)),
             "plain": Backend(never, _rows_way),
         },
-        ("jax", "full"): {"xla": Backend(never, partial(_rows_way, xla=True))},
+        ("jax", "full"): {
+            "mosaic_gpu": Backend(_mosaic_refusal, partial(_rows_way, mosaic=True)),
+            "xla": Backend(never, partial(_rows_way, xla=True)),
+        },
     },
     plain=_plain,
     compiled=_compiled,

@@ -88,7 +88,7 @@ def _has_heads(models: Any) -> bool:
 # -------------------------------------------------------------------------------------------------- what kernels take
 
 
-class _Found(NamedTuple):
+class _FoundRows(NamedTuple):
     """What the kernels know of rows of logits."""
 
     value: Array  # [C] float32: the loss
@@ -103,7 +103,7 @@ def _wants(needs: Any) -> tuple[bool, bool]:
     return student, teacher
 
 
-def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tuple[bool, bool]) -> _Found:
+def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tuple[bool, bool]) -> _FoundRows:
     """Of both models' rows whose `token` isn't negative."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels  # Pallas takes a second to import
 
@@ -125,11 +125,11 @@ def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tu
         value -= options.hard_weight * log_prob
         weight = jnp.full_like(value, options.hard_weight)
         hard = kernels.JsdHard(label, log_total + top, weight, weight * jnp.expm1(log_prob))
-    return _Found(jnp.where(token < 0, 0, value), softmaxes, made[1:], hard)
+    return _FoundRows(jnp.where(token < 0, 0, value), softmaxes, made[1:], hard)
 
 
 def _gradients(
-    static: JsdStatic, logits: Any, token: Array, found: _Found, scale: Array, wants: tuple[bool, bool], **into: Any
+    static: JsdStatic, logits: Any, token: Array, found: _FoundRows, scale: Array, wants: tuple[bool, bool], **into: Any
 ) -> Any:
     """Those by logits, of rows with these factors [C]; `into` as of the kernel."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels
@@ -192,7 +192,7 @@ def _of_heads(static: JsdStatic, needs: Any, models: Any, constants: JsdConstant
 
 def _walk(
     static: JsdStatic, needs: Any, models: Any, constants: JsdConstants, of: JsdMosaicPlan
-) -> tuple[Any, tuple[Any, ...] | _Found | None]:
+) -> tuple[Any, tuple[Any, ...] | _FoundRows | None]:
     """The loss, and what is made for the gradients: their float32 sums; or the gradients by logits without the tokens'
     factors, [P, V] for each model; or what is known of all rows."""
     chunk, wants = of.chunk, _wants(needs)
@@ -205,7 +205,7 @@ def _walk(
     kept = [lax.empty((rows, static.size), jnp.bfloat16) if keep else None for keep in keeps]
     sums = [x.zeros(need, rows) if of.way == "summed" else _none_of(x) for x, need in zip(sources, needs, strict=True)]
 
-    def noted(found: _Found) -> Any:
+    def noted(found: _FoundRows) -> Any:
         return found if of.way == "again" else found.value
 
     def body(start: Any, carry: Any) -> Any:

@@ -43,8 +43,7 @@ def _trl() -> Values:
 
 
 def _implementations(fw: Any) -> Sequence[Implementation]:
-    op = op_in(fw, "linear_log_probs")
-    backends = tuple(op_in(fw, "linear_log_probs", "MODULES" if fw.NAME == "jax" else "BACKENDS"))
+    op, backends = op_in(fw, "linear_log_probs"), op_in(fw, "linear_log_probs", "BACKENDS")
 
     def load(backend: str, small: bool = False) -> Values:
         def values(hidden: Any, weight: Any, ids: Any, entropy: bool) -> Any:

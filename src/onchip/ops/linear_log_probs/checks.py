@@ -13,10 +13,10 @@ from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, pl
 def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
     """Why each backend can't serve a call, or None; cases without a hidden size are log_probs'."""
     of_logits = given.get("hidden", 1) == 0
-    if framework == "jax" and not of_logits:
-        from onchip.vocab.jax_ways import refusals_of
+    if framework == "jax":
+        from onchip.vocab import jax_ways
 
-        return refusals_of(device, dtype, given)
+        return (jax_ways.row_refusals_of if of_logits else jax_ways.refusals_of)(device, dtype, given)
     refusal = "onchip.kernels.triton.launch:device_refusal" if of_logits else "onchip.vocab.triton.setup:refusal"
     return kernel_refusals(refusal, device, dtype, framework, given)
 

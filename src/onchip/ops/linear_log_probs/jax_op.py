@@ -37,10 +37,9 @@ from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
 from onchip.vocab import jax_ways
-from onchip.vocab.chunks import ChunkConfig
-from onchip.vocab.jax_ways import MODULES, Backend
+from onchip.vocab.jax_ways import Backend
 from onchip.vocab.memory import Problem
-from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.loss import LossCall
 from onchip.vocab.xla.parallel import check_axis
@@ -49,7 +48,6 @@ from onchip.vocab.xla.tiles import (
     CountedTokens,
     Transform,
     Wanted,
-    XlaLogits,
     XlaProjection,
     XlaTokenGradient,
     XlaTokenStats,
@@ -57,6 +55,7 @@ from onchip.vocab.xla.tiles import (
 )
 
 ON_MESH = f"sharded_{OP}"
+BACKENDS = tuple(jax_ways.MODULES)
 
 
 class LogProbs(NamedTuple):
@@ -451,7 +450,10 @@ def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogPr
         elsewhere = () if static.shard else ("triton",)
         return static._replace(backend=choose_backend(OP, static.backend, refused, elsewhere)), layer, constants
     tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
-    return parallel.split_as(static, vocab), of.reshape(tokens, vocab), given.by_token(tokens)
+    static, constants = parallel.split_as(static, vocab), given.by_token(tokens)
+    logits = of.reshape(tokens, vocab)
+    refused = jax_ways.row_refusals(_rows(static, logits, constants, True), static.platform, static.shard)
+    return static._replace(backend=choose_backend(spec.LOGITS_OP, static.backend, refused)), logits, constants
 
 
 def returned(
@@ -505,25 +507,32 @@ def _planned(
     static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
 ) -> tuple[ModuleType, Any, LossCall]:
     """The backend, its plan, and the call in the form that it takes."""
-    (ids, transform), options, backend = constants, static.options, MODULES[static.backend]
+    (ids, transform), options = constants, static.options
+    backend, source = jax_ways.way_to(static.backend, of)
     plan: Any
     if isinstance(of, XlaProjection):
         strategy = "recompute" if static.recompute else "auto"
         plan = backend.plan(problem_of(static, of, constants, needs), strategy, options.scratch_bytes)
     else:
-        on, needed = "cpu" if static.platform == "cpu" else "cuda", any(jax.tree.leaves(needs))
-        asked, (tokens, vocab) = _asked(options, constants), of.shape
-        rows = row_memory.RowsProblem(tokens, vocab, of.dtype.name, on, needed, xla=True, op=spec.LOGITS_OP, **asked)
-        plan = ChunkConfig("forward", row_memory.plan(rows, "", options.scratch_bytes), rows.vocab)
+        problem = _rows(static, of, constants, any(jax.tree.leaves(needs)))
+        plan = jax_ways.row_plan(problem, static.backend, options.scratch_bytes)
     one = ids.shape[1] == 1
     selected = backend.select(plan, ids[:, 0] if one else jnp.where((ids != IGNORED).any(1), 0, IGNORED))
-    source, own = of if isinstance(of, XlaProjection) else XlaLogits.of(of), selected.take(ids, IGNORED)
+    own = selected.take(ids, IGNORED)
     return backend, plan, LossCall(source, transform.by_row(selected), selected, own, shard=static.shard)
 
 
+def _rows(static: Static, logits: jax.Array, constants: tuple[jax.Array, Transform], needed: bool) -> RowsProblem:
+    """The problem of a call with logits [T, V]."""
+    on, (tokens, vocab) = "cpu" if static.platform == "cpu" else "cuda", logits.shape
+    asked = _asked(static.options, constants)
+    return RowsProblem(tokens, vocab, logits.dtype.name, on, needed, op=spec.LOGITS_OP, **asked)
+
+
 def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
-    (of, known), backend = saved.arrays, MODULES[static.backend]
-    known = known._replace(call=known.call._replace(source=of if isinstance(of, XlaProjection) else XlaLogits.of(of)))
+    of, known = saved.arrays
+    backend, source = jax_ways.way_to(static.backend, of)
+    known = known._replace(call=known.call._replace(source=source))
     gradient = gradient_by_outputs(known.call.tokens, known.call.ids, known.stats, upstream)
     return jax_ways.each(backend, partial(backend.gradients, saved.plan, needs))(known, gradient)
 

@@ -36,7 +36,7 @@ from onchip.ops.linear_log_probs.jax_op import (
     returned,
 )
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
-from onchip.vocab.jax_ways import Backend
+from onchip.vocab.jax_ways import ROWS, Backend
 from onchip.vocab.xla.parallel import check_axis, shard_of
 
 Axis = str | None
@@ -154,11 +154,11 @@ def log_probs(
     shard = shard_of(LOGITS_OP, given, vocab)
     vocab = vocab if shard is None else shard.vocab
     plain = checked_labels(LOGITS_OP, given, "ids", vocab, options)
-    choose_backend(LOGITS_OP, backend, {"xla": None}, ("triton",))
+    choose_backend(LOGITS_OP, backend, dict.fromkeys(ROWS), ("triton",))
     if math.prod(shape) == 0:
         return returned(options, of_no_tokens(dtype), ids.shape, shape)
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
-    static, roles = Static(options, platform(), shard=shard), Roles(BY_ENTRY, OF_GIVEN, BY_TOKEN)
+    static, roles = Static(options, platform(), backend, shard), Roles(BY_ENTRY, OF_GIVEN, BY_TOKEN)
     rest = GivenToLogProbs(plain, temperature, numbers)
     share = isinstance(scratch_bytes, float)
     made = by_tokens(OPERATOR, static, roles, jnp.asarray(logits), rest, by_share=share, but=axis_name)

@@ -38,6 +38,8 @@ class RowsProblem:
     """Whether XLA compiles it; temporary memory is then as XLA's CPU compiler lays it out."""
     triton: bool = False
     """Whether the Triton kernels run it, which hold rows in registers alone."""
+    mosaic: bool = False
+    """Whether JAX's kernels for Hopper run it, which do the same; what surrounds them is XLA's."""
     op: str = "cross_entropy"
     """The name that errors begin with."""
     ids: int = 0
@@ -48,6 +50,21 @@ class RowsProblem:
     """Further statistics of log_probs, each a sum over the vocabulary."""
     sent: int = 0
     """Bytes that ranks exchange if the vocabulary is sharded."""
+
+
+MOSAIC_LEAST = 128
+"""Logits that a row must have for JAX's kernels: one for each thread."""
+
+
+def mosaic_refusal(p: RowsProblem, platform: str) -> str | None:
+    """Why JAX's kernels can't serve the call, whatever the GPU, or None; `platform` is JAX's."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if "float64" in (p.dtype, p.labels):
+        return "it takes no float64; pass backend='xla', or 'auto'"
+    if p.vocab < MOSAIC_LEAST:
+        return f"it needs rows of at least {MOSAIC_LEAST} logits; got V={p.vocab}"
+    return None
 
 
 def logits_bytes(p: RowsProblem) -> int:
@@ -72,6 +89,8 @@ def _parts(p: RowsProblem, rows: int) -> dict[str, int]:
     if p.labels:  # logarithms of probabilities and a mask, or labels
         copies = 3 + slope
     vectors = total * (24 + 20 * p.ids) * p.tokens
+    if p.mosaic:
+        return {"vectors": vectors + total * p.vocab * p.class_weight}
     if p.xla:
         narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x and LOSS_DTYPE_BYTES[x] == 2]
         # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed, and
@@ -97,7 +116,7 @@ def default_scratch(p: RowsProblem, strategy: str = "") -> int:
 
 def _candidates(p: RowsProblem, strategy: str, budget: int) -> Iterator[int]:
     """The rows of a chunk: the fewest, most even chunks that fit."""
-    if p.triton:
+    if p.triton or p.mosaic:
         yield max(1, p.tokens)
         return
     most = min(p.tokens, _useful_rows(p)) if p.device == "cpu" else p.tokens
@@ -115,7 +134,7 @@ PLANNER: Planner[int] = Planner(
     least=lambda p, strategy: PLANNER.scratch_bytes(p, 1),
     default=default_scratch,
     needs=lambda p, strategy: (
-        f"T={p.tokens}, V={p.vocab} in {p.dtype}: " + ("the kernels need" if p.triton else "one row needs")
+        f"T={p.tokens}, V={p.vocab} in {p.dtype}: " + ("the kernels need" if p.triton or p.mosaic else "one row needs")
     ),
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

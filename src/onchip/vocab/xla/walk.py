@@ -65,6 +65,9 @@ def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
     return select_tokens(labels, plan.token_chunk)
 
 
+of_logits = XlaLogits.of
+
+
 def forward(
     plan: ChunkConfig, wanted: Wanted, needs: Any, call: LossCall
 ) -> tuple[XlaTokenStats, LabelSums | None, Any]:
@@ -154,14 +157,14 @@ def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[X
             # What has no probability costs nothing, where 0 * -inf would not be 0.
             return jnp.sum(jnp.where((q == 0) & (below == -jnp.inf), 0, q * below), 1), jnp.sum(q, 1)
 
-        found = _Entries(softmax, largest[:, 0], *sums(q if weight is None else q * weight[None]))
+        found = Entries(softmax, largest[:, 0], *sums(q if weight is None else q * weight[None]))
         if wanted.entropy:
             found = found._replace(likeliest=jnp.argmax(q, 1).astype(jnp.int32), most=jnp.max(q, 1))
             found = found if weight is None else found._replace(plain=sums(q))
         return found, [None, None]
 
     number, index = (jnp.zeros(len(ids), dtype) for dtype in (source.accumulator, jnp.int32))
-    empty = _Entries(Softmax.empty(ids, wanted, number.dtype), index, number, number)
+    empty = Entries(Softmax.empty(ids, wanted, number.dtype), index, number, number)
     if wanted.entropy:
         empty = empty._replace(likeliest=index, most=number, plain=None if weight is None else (number, number))
     labels = XlaLogits.of(own.entries)
@@ -178,7 +181,7 @@ def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[X
     return shard.gathered(found).merged(call)  # type: ignore[no-any-return]
 
 
-class _Entries(NamedTuple):
+class Entries(NamedTuple):
     """What a device knows about rows with labels of every entry, [P]; or what all devices know, [n, P]."""
 
     softmax: Softmax

@@ -1,0 +1,169 @@
+"""Strips of rows, between device memory and the registers of a warpgroup.
+
+A strip is a vector of N numbers: each thread has `unit` of them side by side, up to 16 bytes, and then those that are
+128 * unit further on.  Strips begin at multiples of `unit`.  Mosaic's own accesses know of no such alignment, and wait
+for all threads.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+THREADS = 128  # of a warpgroup
+
+
+class Strips:
+    """Vectors of `size` numbers, of which a thread has `unit` side by side.  The CPU interpreter knows no layouts."""
+
+    def __init__(self, size: int, unit: int, interpret: Any) -> None:
+        assert size % (THREADS * unit) == 0
+        self.size, self.unit, self.interpreted = size, unit, interpret is not None
+        self.layout = plgpu.Layout.WG_STRIDED((size,), vec_size=unit)
+
+    def full(self, value: Any, dtype: Any = jnp.float32) -> Any:
+        made = jnp.full((self.size,), value, dtype)
+        return made if self.interpreted else plgpu.layout_cast(made, self.layout)
+
+    def places(self) -> Any:
+        """0, 1, 2, ..."""
+        made = lax.broadcasted_iota(jnp.int32, (self.size,), 0)
+        return made if self.interpreted else plgpu.layout_cast(made, self.layout)
+
+    def load(self, ref: Any) -> Any:
+        """Read device memory that nothing writes to while the kernel runs."""
+        if self.interpreted:
+            return ref[...]
+        made = plgpu.ShapeDtypeStruct((self.size,), ref.dtype, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=made)
+        def load(_: Any, ref: Any) -> Any:
+            element = ir.MemRefType(ref.type).element_type
+            base, registers = self._first(ref, element), np.empty(self._registers, object)
+            for i in range(len(registers)):
+                found: list[Any] = []
+                for byte, word, words in self._moves(element, i):
+                    code = f"ld.global.nc.L1::no_allocate{_form(word, words)} {_set(words)}, [${words} + {byte}];"
+                    result = ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * words)})>") if words > 1 else word
+                    constraints = ",".join([*[f"={_letter(word)}"] * words, "l"])
+                    made: Any = llvm.inline_asm(result, [base], code, constraints, has_side_effects=False)
+                    found += [made] if words == 1 else [llvm.extractvalue(word, made, [j]) for j in range(words)]
+                registers[i] = _as(_vector(found, word), ir.VectorType.get((self.unit,), element))
+            return fragmented_array.FragmentedArray(_registers=registers, _layout=self._fragments(), _is_signed=None)
+
+        return load(ref)
+
+    def floats(self, x: Any) -> Any:
+        """A strip as float32."""
+        if self.interpreted or x.dtype != jnp.bfloat16 or self.unit == 1:
+            return x.astype(jnp.float32)
+        made = plgpu.ShapeDtypeStruct((self.size,), jnp.float32, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=made)
+        def widened(_: Any, x: Any) -> Any:
+            word, wide = ir.IntegerType.get_signless(32), ir.F32Type.get()
+            sixteen, upper = _number(16), _number(-0x10000)
+            registers = np.empty(x.registers.shape, object)
+            for i, pairs in enumerate(x.registers.flat):
+                pairs, numbers = _as(pairs, ir.VectorType.get((self.unit // 2,), word)), []
+                for j in range(self.unit // 2):
+                    pair = _part(pairs, j)
+                    numbers += [arith.shli(pair, sixteen), arith.andi(pair, upper)]
+                registers.flat[i] = _vector([arith.bitcast(wide, x) for x in numbers], wide)
+            return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+        return widened(x)
+
+    def store(self, ref: Any, value: Any) -> None:
+        """Write to device memory, and wait for no other thread."""
+        if self.interpreted:
+            ref[...] = value
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout))
+        def store(_: Any, ref: Any, value: Any) -> None:
+            element = ir.MemRefType(ref.type).element_type
+            base, void = self._first(ref, element), ir.Type.parse("!llvm.void")
+            size = self.unit * utils.bitwidth(element)
+            for i, x in enumerate(value.registers.flat):
+                done = 0
+                for byte, word, words in self._moves(element, i):
+                    whole = _as(x, ir.VectorType.get((size // utils.bitwidth(word),), word))
+                    parts = [_part(whole, done + j) for j in range(words)]
+                    done += words
+                    code = f"st.global.cs{_form(word, words)} [${words} + {byte}], {_set(words)};"
+                    constraints = ",".join([*[_letter(word)] * words, "l"])
+                    llvm.inline_asm(void, [*parts, base], code, constraints, has_side_effects=True)
+
+        store(ref, value)
+
+    def _fragments(self) -> Any:
+        return fragmented_array.WGStridedFragLayout(shape=(self.size,), vec_size=self.unit)
+
+    @property
+    def _registers(self) -> int:
+        return self.size // (THREADS * self.unit)
+
+    def _moves(self, element: Any, register: int) -> list[tuple[int, Any, int]]:
+        """How a thread moves a register's numbers: bytes from its first number on, the type of words, how many."""
+        size = self.unit * utils.bytewidth(element)
+        begin, width = register * THREADS * size, min(size, 4)
+        word = ir.IntegerType.get_signless(8 * width)
+        return [(begin + at, word, min(size, 16) // width) for at in range(0, size, 16)]
+
+    def _first(self, ref: Any, element: Any) -> Any:
+        """Where this thread's first number is."""
+        at = arith.muli(arith.remui(utils.thread_idx(), _number(THREADS)), _number(self.unit))
+        return utils.getelementptr(utils.memref_ptr(ref), [at], element)
+
+
+def store_number(ref: Any, value: Any, interpret: Any) -> None:
+    """Write one number, which all threads have, to device memory [1]."""
+    if interpret is not None:
+        ref[0] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def store(_: Any, ref: Any, value: Any) -> None:
+        llvm.store(value.registers.item(), utils.memref_ptr(ref))
+
+    store(ref, value)
+
+
+def _number(n: int) -> Any:
+    """A constant of 32 bits."""
+    return utils.c(n, ir.IntegerType.get_signless(32))
+
+
+def _letter(word: Any) -> str:
+    return {16: "h", 32: "r"}[utils.bitwidth(word)]
+
+
+def _form(word: Any, words: int) -> str:
+    return {1: "", 2: ".v2", 4: ".v4"}[words] + f".b{utils.bitwidth(word)}"
+
+
+def _set(words: int) -> str:
+    operands = ", ".join(f"${i}" for i in range(words))
+    return operands if words == 1 else f"{{{operands}}}"
+
+
+def _part(x: Any, i: int) -> Any:
+    return vector.extract(x, dynamic_position=[], static_position=[i])
+
+
+def _vector(parts: list[Any], element: Any) -> Any:
+    made = llvm.mlir_undef(ir.VectorType.get((len(parts),), element))
+    for i, x in enumerate(parts):
+        made = llvm.insertelement(made, x, _number(i))
+    return made
+
+
+def _as(x: Any, kind: Any) -> Any:
+    """A vector with the same bits."""
+    return x if x.type == kind else vector.bitcast(kind, x)

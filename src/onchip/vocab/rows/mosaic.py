@@ -1,0 +1,339 @@
+"""The Mosaic GPU kernels for rows of logits that exist already: `statistics` reads each once, `gradients` makes its
+gradient from them.
+
+A program is a warpgroup with one row.  It walks through the row's V logits a tile at a time, several strips of
+`onchip.kernels.mosaic.strips`; the last tile begins early, so that it ends with the row, and takes no logit twice.
+Running sums are kept place by place of a strip, so that threads meet only at the end of a row.
+
+x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from onchip.kernels.mosaic.launch import Refs, launch
+from onchip.kernels.mosaic.maths import LOG2E, tanh
+from onchip.kernels.mosaic.strips import THREADS, Strips, store_number
+from onchip.vocab.xla.tiles import Wanted
+
+# The largest number while every logit so far is -inf: finite, even times a scale, so that no difference is NaN.
+LOWEST = -1.0e30
+# The logarithm of what is as good as 0: finite, so that its product with 0 is 0.
+NOTHING = -1.0e30
+# Above this a probability is the largest of its row, and no other is.
+LEADING = 0.75
+NO_COLUMN = 2**31 - 1
+_WORD = 16  # bytes that a thread moves at a time, at most
+_TILE = 32  # numbers of a tile that a thread has, at most
+
+
+class RowWalk(NamedTuple):
+    """How a row is walked through."""
+
+    unit: int
+    """Elements that a thread reads side by side."""
+    strips: int
+    """Strips in a tile."""
+    ahead: bool = False
+    """Whether the next tile is on its way while one is worked on."""
+
+    @staticmethod
+    def of(vocab: int, dtype: Any, *, soft: bool = False) -> "RowWalk":
+        """For rows of so many logits, which may have labels beside them."""
+        unit = _WORD // jnp.dtype(dtype).itemsize
+        while vocab % unit or vocab < THREADS * unit:
+            unit //= 2
+        return RowWalk(unit, max(1, min(_TILE // (1 + soft) // unit, vocab // (THREADS * unit))))
+
+
+def statistics(
+    logits: Array,  # [T, V] float32, bfloat16 or float16
+    kept: Array,  # [T] int32: rows with 0 aren't read, and nothing is written for them
+    factor: Array,  # [T] or [1] float32: k
+    inner_scale: Array | None,  # [1] float32, with softcap: of the logits before tanh
+    class_weight: Array | None,  # [V] float32: of `offset_sum`, and of labels
+    *,
+    wanted: Wanted,
+    labels: Array | None = None,  # [T, V] float32, bfloat16 or float16: soft ones
+    tiles: RowWalk | None = None,
+    interpret: Any = None,
+) -> dict[str, Array]:
+    """The softmax of each row, [T] each, as fields of `onchip.vocab.xla.tiles.Softmax`; and `best`, the largest x.
+
+    With labels q also `cost`, sum(q (largest z - z)), and `mass`, sum(q), both weighed by class; with the entropy and
+    weights of classes `plain_cost` and `plain_mass` too, which are not.
+    """
+    tokens, vocab = logits.shape
+    t = tiles or RowWalk.of(vocab, logits.dtype, soft=labels is not None)
+    strips = Strips(THREADS * t.unit, t.unit, interpret)
+    kinds = {"best": True, "total": True, "below": True, "offset_sum": wanted.even, "moment": wanted.entropy}
+    kinds |= {"argmax": wanted.argmax, "squares": wanted.sum_sq, "squares_below": wanted.sum_sq}
+    costs = [] if labels is None else ["", "plain_"] if wanted.entropy and class_weight is not None else [""]
+    kinds |= {f"{which}{name}": True for which in costs for name in ("cost", "mass")}
+    names = [name for name, there in kinds.items() if there]
+    outputs = {x: jax.ShapeDtypeStruct((tokens,), jnp.int32 if x == "argmax" else jnp.float32) for x in names}
+
+    def of_row(refs: Refs, row: Any) -> None:
+        k2 = refs["factor"][row if factor.size > 1 else 0] * LOG2E
+        of = _unscaled(refs, strips)
+        reference = None
+        if wanted.even:
+            # Sums relative to a logit of the row keep their digits, if that is a number.
+            first = refs["logits"][row, 0].astype(jnp.float32)
+            first = first if inner_scale is None else tanh(first * refs["inner_scale"][0])
+            reference = jnp.where((first > LOWEST) & (first < -LOWEST), first, 0.0)
+
+        def of_label(start: Any, i: int) -> Any:
+            return strips.floats(strips.load(refs["labels"].at[row, pl.ds(start + i * strips.size, strips.size)]))
+
+        def weighed(x: Any, start: Any, i: int) -> Any:
+            """A class that weighs nothing counts for nothing, where 0 * -inf would not be 0."""
+            if class_weight is None:
+                return x
+            w = strips.load(refs["class_weight"].at[pl.ds(start + i * strips.size, strips.size)])
+            return jnp.where(w > 0, x * w, 0.0)
+
+        state = {name: strips.full({"best": LOWEST, "argmax": NO_COLUMN}.get(name, 0), outputs[name].dtype)
+                 for name in names}  # fmt: skip
+
+        def absorb(start: Any, skip: int, raw: list[Any], state: dict[str, Any]) -> dict[str, Any]:
+            """The state with a tile in it, whose first `skip` logits were in others."""
+            xs, new = [of(x) for x in raw], {}
+            inside = None if not skip else strips.places() >= skip
+            qs = [] if labels is None else [of_label(start, i) for i in range(len(xs))]
+            if reference is not None:
+                total = state["offset_sum"]
+                for i, x in enumerate(xs):
+                    offset = weighed(x - reference, start, i)
+                    if i == 0 and inside is not None:
+                        offset = jnp.where(inside, offset, 0.0)
+                    total = total + offset
+                new["offset_sum"] = total
+            if inside is not None:
+                xs[0] = jnp.where(inside, xs[0], -jnp.inf)
+            largest = xs[0]
+            for x in xs[1:]:
+                largest = jnp.maximum(largest, x)
+            top = state["best"]
+            new["best"] = jnp.maximum(top, largest)
+            if wanted.argmax:
+                at = jnp.where(xs[-1] == largest, (len(xs) - 1) * strips.size, NO_COLUMN)
+                for i in reversed(range(len(xs) - 1)):
+                    at = jnp.where(xs[i] == largest, i * strips.size, at)
+                new["argmax"] = jnp.where(largest > top, at + (start + strips.places()), state["argmax"])
+            drop = (top - new["best"]) * k2
+            decay = jnp.exp2(drop)
+            total = state["total"] * decay
+            below = jnp.where(drop < 0, state["total"], state["below"]) * decay
+            if wanted.entropy:
+                moment = decay * (state["moment"] + state["total"] * jnp.maximum(drop, NOTHING))
+            if wanted.sum_sq:
+                squares = state["squares"] * (decay * decay)
+                squares_below = jnp.where(drop < 0, state["squares"], state["squares_below"]) * (decay * decay)
+            for x in xs:
+                d = (x - new["best"]) * k2
+                e = jnp.exp2(d)
+                others = jnp.where(e > LEADING, 0.0, e)
+                total, below = total + e, below + others
+                if wanted.entropy:
+                    # p log p is 0 at p = 0, and 0 * -inf is not.
+                    moment = moment + e * jnp.maximum(d, NOTHING)
+                if wanted.sum_sq:
+                    squares, squares_below = squares + e * e, squares_below + others * others
+            new |= {"total": total, "below": below}
+            if wanted.entropy:
+                new["moment"] = moment
+            if wanted.sum_sq:
+                new |= {"squares": squares, "squares_below": squares_below}
+            for which in costs:
+                mass = state[f"{which}mass"]
+                cost = state[f"{which}cost"] - mass * jnp.maximum(drop, NOTHING)
+                for i, q in enumerate(qs):
+                    q = weighed(q, start, i) if which == costs[0] else q
+                    q = q if i or inside is None else jnp.where(inside, q, 0.0)
+                    # What has no probability costs nothing, where 0 * -inf would not be 0.
+                    cost, mass = cost + jnp.where(q == 0, 0.0, q * ((new["best"] - xs[i]) * k2)), mass + q
+                new |= {f"{which}cost": cost, f"{which}mass": mass}
+            return new
+
+        state = _walk(refs["logits"], row, vocab, t, strips, absorb, state)
+        best = jnp.max(state["best"])
+        drop = (state["best"] - best) * k2
+        decay = jnp.exp2(drop)
+        led, total = drop < 0, state["total"]
+        sums = {"total": total * decay, "below": jnp.where(led, total, state["below"]) * decay}
+        if wanted.even:
+            sums["offset_sum"] = state["offset_sum"]
+        if wanted.entropy:
+            sums["moment"] = decay * (state["moment"] + total * jnp.maximum(drop, NOTHING))
+        if wanted.sum_sq:
+            sums["squares"] = state["squares"] * (decay * decay)
+            sums["squares_below"] = jnp.where(led, state["squares"], state["squares_below"]) * (decay * decay)
+        for which in costs:
+            mass = state[f"{which}mass"]
+            sums |= {f"{which}cost": state[f"{which}cost"] - mass * jnp.maximum(drop, NOTHING), f"{which}mass": mass}
+        made = {"best": best} | {name: jnp.sum(x) for name, x in sums.items()}
+        k = k2 * (1 / LOG2E)
+        for name in {"moment", "cost", "plain_cost"} & made.keys():
+            made[name] = made[name] * (1 / LOG2E)
+        if reference is not None:
+            share = float(vocab) if class_weight is None else refs["class_total"][0]
+            made["offset_sum"] = (made["offset_sum"] + (reference - best) * share) * k
+        if wanted.argmax:
+            made["argmax"] = jnp.min(jnp.where(led, NO_COLUMN, state["argmax"]))
+        for name, value in made.items():
+            store_number(refs[name].at[pl.ds(row, 1)], value, interpret)
+
+    def body(refs: Refs) -> None:
+        row = lax.axis_index("row")
+        pl.when(refs["kept"][row] != 0)(lambda: of_row(refs, row))
+
+    inputs = {"logits": logits, "kept": kept, "factor": factor, "inner_scale": inner_scale}
+    inputs |= {"class_weight": class_weight, "labels": labels}
+    if wanted.even and class_weight is not None:
+        inputs["class_total"] = jnp.sum(class_weight).reshape(1)
+    return launch(
+        body, inputs, outputs, (), grid={"row": tokens}, warpgroups=None, name="row_statistics", interpret=interpret
+    )
+
+
+class RowGradient(NamedTuple):
+    """What the gradient of each row is made of, [T] float32; None for what isn't there."""
+
+    factor: Array  # what p is multiplied by
+    center: Array  # the mean logit where the entropy has an upstream gradient, else lse
+    width: Array | None = None  # the entropy, if it has one
+    entropy: Array | None = None  # and what p (z - mean) is multiplied by
+    even: Array | None = None  # what each entry lacks, times its class's weight
+    labels: Array | None = None  # and what it lacks of its label, times that weight
+    at_id: Array | None = None  # the id's entry, but for the softcap's derivative
+
+
+def gradients(
+    logits: Array,  # as in `statistics`
+    kept: Array,  # [T] int32: rows with 0 get zeros
+    factor: Array,
+    inner_scale: Array | None,
+    class_weight: Array | None,  # [V] float32: of `gradient.even` and labels
+    ids: Array | None,  # [T] int32, with `gradient.at_id`
+    gradient: RowGradient,
+    *,
+    labels: Array | None = None,  # as in `statistics`, with `gradient.labels`
+    tiles: RowWalk | None = None,
+    interpret: Any = None,
+) -> Array:
+    """The gradient of each row of logits, [T, V] in their dtype."""
+    tokens, vocab = logits.shape
+    t = tiles or RowWalk.of(vocab, logits.dtype, soft=labels is not None)
+    strips = Strips(THREADS * t.unit, t.unit, interpret)
+    vectors = {name: x for name, x in gradient._asdict().items() if x is not None}
+
+    def write(refs: Refs, row: Any, start: Any, x: Any) -> None:
+        strips.store(refs["out"].at[row, pl.ds(start, strips.size)], x.astype(logits.dtype))
+
+    def clear(refs: Refs, row: Any) -> None:
+        def tile(start: Any, skip: int, raw: list[Any], state: Any) -> Any:
+            for i in range(len(raw)):
+                write(refs, row, start + i * strips.size, strips.full(0.0))
+            return state
+
+        _walk(None, row, vocab, t, strips, tile, jnp.int32(0))
+
+    def of_row(refs: Refs, row: Any) -> None:
+        k = refs["factor"][row if factor.size > 1 else 0]
+        of, a = _unscaled(refs, strips), {name: refs[f"by {name}"][row] for name in vectors}
+        y = None if ids is None else refs["ids"][row]
+
+        def tile(start: Any, skip: int, raw: list[Any], state: Any) -> Any:
+            for i, each in enumerate(raw):
+                x, first = of(each), start + i * strips.size
+                offset = x * k - a["center"]
+                if "entropy" in a:
+                    g = jnp.exp2((offset - a["width"]) * LOG2E)
+                    # exp of -128 is 0 in float32, and 0 * -inf is not.
+                    g = g * (a["factor"] + a["entropy"] * jnp.maximum(offset, -128.0))
+                else:
+                    g = jnp.exp2(offset * LOG2E) * a["factor"]
+                lacks = a.get("even")
+                if labels is not None:
+                    q = strips.floats(strips.load(refs["labels"].at[row, pl.ds(first, strips.size)])) * a["labels"]
+                    lacks = q if lacks is None else q + lacks
+                if lacks is not None:
+                    if class_weight is not None:
+                        lacks = lacks * strips.load(refs["class_weight"].at[pl.ds(first, strips.size)])
+                    g = g - lacks
+                if y is not None:
+                    g = jnp.where(strips.places() == y - first, a["at_id"], g)
+                if inner_scale is not None:
+                    g = g * (1 - x * x)
+                write(refs, row, first, g)
+            return state
+
+        _walk(refs["logits"], row, vocab, t, strips, tile, jnp.int32(0))
+
+    def body(refs: Refs) -> None:
+        row = lax.axis_index("row")
+        lax.cond(refs["kept"][row] != 0, partial(of_row, refs, row), partial(clear, refs, row))
+
+    inputs: dict[str, Any] = {"logits": logits, "kept": kept, "factor": factor, "inner_scale": inner_scale}
+    inputs |= {f"by {name}": x for name, x in vectors.items() if name != "at_id" or ids is not None}
+    lacking = gradient.even is not None or labels is not None
+    inputs |= {"ids": ids, "class_weight": class_weight if lacking else None, "labels": labels}
+    made: Array = launch(
+        body, inputs, {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}, (), grid={"row": tokens},
+        warpgroups=None, name="row_gradients", interpret=interpret,
+    )["out"]  # fmt: skip
+    return made
+
+
+def _unscaled(refs: Mapping[str, Any], strips: Strips) -> Callable[[Any], Any]:
+    """The function that makes x of a strip as it was read."""
+    if "inner_scale" not in refs:
+        return strips.floats
+    inner = refs["inner_scale"][0]
+    return lambda raw: tanh(strips.floats(raw) * inner)
+
+
+def _walk(
+    source: Any,  # [T, V], or None: nothing is read
+    row: Any,
+    vocab: int,
+    t: RowWalk,
+    strips: Strips,
+    take: Callable[[Any, int, list[Any], Any], Any],
+    state: Any,
+) -> Any:
+    """What take(first column, how many of it were in other tiles, strips as they were read, state) makes of `state`,
+    tile by tile of a row."""
+    size = t.strips * strips.size
+    loops, rest = divmod(vocab, size)
+    last = -(-rest // strips.size)
+
+    def read(start: Any, count: int) -> list[Any]:
+        if source is None:
+            return [None] * count
+        return [strips.load(source.at[row, pl.ds(start + i * strips.size, strips.size)]) for i in range(count)]
+
+    if t.ahead and source is not None and loops > 1:
+
+        def following(i: Any, carry: Any) -> Any:
+            raw, state = carry
+            # Past the last tile it is read again.
+            more = read(jnp.minimum(i + 1, loops - 1) * size, t.strips)
+            return more, take(i * size, 0, raw, state)
+
+        _, state = lax.fori_loop(0, loops, following, (read(0, t.strips), state))
+    elif loops == 1:
+        state = take(0, 0, read(0, t.strips), state)
+    elif loops:
+        state = lax.fori_loop(0, loops, lambda i, x: take(i * size, 0, read(i * size, t.strips), x), state)
+    if last:
+        start = vocab - last * strips.size
+        state = take(start, loops * size - start, read(start, last), state)
+    return state

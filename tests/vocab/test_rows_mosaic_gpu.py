@@ -1,0 +1,117 @@
+"""cross_entropy and log_probs on the 'mosaic_gpu' backend, compiled for a GPU: what the CPU can't show."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from onchip.jax import TopK, cross_entropy, log_probs
+from onchip.ops.cross_entropy.cases import CrossEntropyCase
+from onchip.ops.cross_entropy.checks import CHECKER as LOSSES
+from onchip.ops.linear_log_probs.cases import LogProbsCase
+from onchip.ops.linear_log_probs.checks import CHECKER as LOG_PROBS
+from onchip.vocab import jax_ways
+from onchip.vocab.rows import memory
+from shared import assert_within_bounds
+
+pytestmark = pytest.mark.gpu
+LOSS = CrossEntropyCase("kernels", 61, 50264, ignored=0.3)
+VALUES = LogProbsCase("kernels, logits", 61, 0, 50264, ignored=0.3)
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0, "logit_scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(131, "float32"), (2056, "bfloat16"), (50257, "float16"), (50264, "bfloat16")]
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"options": EVERYTHING, "class_weight": True, "token_weight": True, "token_temperature": True},
+        {"target_prob": 0.999},
+        {"logit_std": 30.0, "options": {"reduction": "none"}},
+        {"ignored": 1.0},
+    ],
+    ids=str,
+)
+def test_losses(changes, vocab, dtype):
+    case = replace(LOSS, **{"vocab": vocab} | changes)
+    assert_within_bounds(LOSSES.check_case(case, dtype, "cuda", backend="mosaic_gpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"options": {"softcap": 5.0}, "token_temperature": True},
+        {"ids": 4, "ignored_ids": 0.2, "vocab": 50257},
+        {"ids": 4, "options": {"softcap": 5.0}},
+        {"target_prob": 0.999, "vocab": 2056},
+    ],
+    ids=str,
+)
+def test_log_probs(changes, entropy, dtype):
+    case = replace(VALUES, **changes)
+    assert_within_bounds(LOG_PROBS.check_case(case, dtype, "cuda", backend="mosaic_gpu", entropy=entropy))
+
+
+@pytest.mark.parametrize("labels", ["float32", "bfloat16", "float16", "topk"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocab", [1027, 2056])
+def test_soft_labels(vocab, dtype, labels):
+    """As plain JAX, which is compared with the oracle elsewhere."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    z = (jax.random.normal(keys[0], (40, vocab)) * 2).astype(dtype)
+    if labels == "topk":
+        ids, values = jax.random.randint(keys[1], (40, 5), 0, vocab), jax.random.uniform(keys[2], (40, 5)) / 5
+        target = TopK(ids, values, "probs", "truncated")
+    else:
+        target = jax.nn.softmax(jax.random.normal(keys[1], (40, vocab)) * 2).astype(labels)
+    weight = jnp.linspace(0, 2, vocab)
+    for options in ({}, EVERYTHING | {"class_weight": weight}):
+        loss = partial(cross_entropy, return_stats=True, **options)
+
+        def run(backend, loss=loss):
+            return jax.jit(jax.value_and_grad(partial(loss, backend=backend), has_aux=True))(z, target)
+
+        eps = max(float(jnp.finfo(dtype).eps), 2e-6)
+        for x, y in zip(*(jax.tree.leaves(run(name)) for name in ("mosaic_gpu", "xla")), strict=True):
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+            assert np.linalg.norm(x - y) <= (2 * eps if x.shape == z.shape else 2e-5) * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("ids", [0, 4])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_memory_is_what_the_formula_says(ids, softcap):
+    """And the same inputs give the same bits."""
+    tokens, vocab = 3999, 32768
+    z = jax.random.normal(jax.random.key(0), (tokens, vocab), jnp.bfloat16)
+    y = jax.random.randint(jax.random.key(1), (tokens, ids) if ids else (tokens,), 0, vocab)
+
+    def total(z):
+        if not ids:
+            return cross_entropy(z, y, softcap=softcap, backend="mosaic_gpu")
+        made = log_probs(z, y, softcap=softcap, entropy=True, backend="mosaic_gpu")
+        return made.log_prob.sum() + made.entropy.sum()
+
+    step = jax.jit(jax.grad(total)).lower(z).compile()
+    how = {"ids": ids, "stats": ids > 0, "softcap": softcap is not None}
+    p = memory.RowsProblem(tokens, vocab, "bfloat16", "cuda", mosaic=True, **how)
+    assert jax_ways.row_plan(p, "mosaic_gpu", None).token_chunk == tokens
+    assert step.memory_analysis().temp_size_in_bytes <= memory.scratch_bytes(p, tokens)
+    first = step(z)
+    assert all((first == step(z)).all() for _ in range(9))
+
+
+def test_rows_beyond_31_bits():
+    """The last rows of more than 2**31 logits have the bits of a call of their own."""
+    tokens, vocab = 16900, 128256
+    z = jax.random.normal(jax.random.key(0), (tokens, vocab), jnp.bfloat16)
+    y = jax.random.randint(jax.random.key(1), (tokens,), 0, vocab)
+    step = jax.jit(jax.value_and_grad(partial(cross_entropy, reduction="sum", backend="mosaic_gpu")))
+    assert (step(z, y)[1][-64:] == step(z[-64:], y[-64:])[1]).all()
