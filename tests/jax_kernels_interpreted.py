@@ -19,7 +19,8 @@ from onchip.kernels.triton.jax_call import Pointer
 
 CHECKS = {}
 # Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
-SLOW = {f"right-{x}" for x in ("each token", "recompute", "shifted", "statistics", "turned weight")}
+SLOW = {f"right-{x}" for x in ("each token", "recompute", "shifted", "statistics", "turned weight", "top-k teacher")}
+SLOW |= {f"right-top-k teacher of logits, {x}" for x in ("truncated", "renormalised")}
 check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16
 
@@ -92,6 +93,10 @@ def teacher():
 
 
 TOPK = TopK(jnp.arange(8)[None] + 20 * jnp.arange(T)[:, None] % (V - 8), jnp.full((T, 8), 0.1), "probs", "truncated")
+TEACHERS = {
+    rest: TOPK._replace(values=jnp.log(TOPK.values), kind="log_probs", rest=rest)
+    for rest in ("tail", "truncated", "renormalised")
+}
 EVERYTHING = {
     "label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 20.0, "class_weight": weights(V), "token_weight": weights(T),
     "temperature": weights(T), "normalizer": jnp.asarray(3.0),
@@ -113,6 +118,13 @@ CASES = {
     "several ids": head(lambda h, w, **o: linear_log_probs(h, w, target(3), **o).sum()),
     "linear_jsd": head(lambda h, w, **o: linear_jsd(h, w, *teacher(), **o)),
     "forward KL": head(lambda h, w, **o: linear_jsd(h, w, *teacher(), beta=0.0, **o)),
+    "top-k teacher": head(
+        lambda h, w, **o: linear_jsd(h, w, teacher_topk=TEACHERS["tail"], target=target(), hard_weight=0.3, **o)
+    ),
+    **{
+        f"top-k teacher of logits, {rest}": logits(lambda z, x=x, **o: jsd(z, teacher_topk=x, beta=0.4, **o))
+        for rest, x in TEACHERS.items()
+    },
     "cross_entropy": logits(lambda z, **o: cross_entropy(z, target(), **o)),
     "log_probs": logits(lambda z, **o: every(log_probs(z, target(), entropy=True, **o))),
     "jsd": logits(lambda z, **o: jsd(z, draw(4, T, V), **o)),

@@ -95,6 +95,14 @@ def _labels(given, tokens, vocab, labels, ids=8):
     return TopK(given["target"], given["probs"], "probs", "truncated")
 
 
+def _teacher(given, tokens, rest, ids=8):
+    """A top-k teacher, if there is a word for the rest."""
+    if rest is None:
+        return None
+    given["ids"], given["values"] = blank(tokens, ids, dtype=INT), blank(tokens, ids, dtype=F32)
+    return TopK(given["ids"], given["values"], "log_probs", rest)
+
+
 def head(
     tokens, *, hidden, vocab, op=linear_cross_entropy, labels=None, ids=None, frozen=False, bias=False, turned=False,
     dtype=BF16, weight_dtype=None, add=False, spills=False, backend="triton", **options,
@@ -123,10 +131,11 @@ def of_logits(tokens, *, vocab, op=cross_entropy, sliced=0, labels=None, ids=Non
     if options.get("inplace_backward"):
         named["logits"] = given["computed"] = wide.clone()
     if op is jsd:
-        given["teacher"] = blank(tokens, vocab)
-        return recorded(
-            jsd, given, {"student_logits": wide, "teacher_logits": given["teacher"], **more, "backend": "triton"}
-        )
+        teacher = _teacher(given, tokens, labels)
+        if teacher is None:
+            given["teacher"] = blank(tokens, vocab)
+        named = {"student_logits": wide, "teacher_logits": given.get("teacher"), "teacher_topk": teacher}
+        return recorded(jsd, given, named | more | {"backend": "triton"})
     if op is log_probs:
         named["ids"] = given["ids"] = blank(tokens, *([ids] if ids else []), dtype=INT)
     else:
@@ -134,19 +143,19 @@ def of_logits(tokens, *, vocab, op=cross_entropy, sliced=0, labels=None, ids=Non
     return recorded(op, given, named | more | {"backend": "triton"}, spills=spills)
 
 
-def two_heads(tokens, *, hidden, vocab, teacher_hidden=0, bias=False, hard=False, **options):
+def two_heads(tokens, *, hidden, vocab, teacher_hidden=0, bias=False, hard=False, rest=None, **options):
     teacher_hidden = teacher_hidden or hidden
-    given = {
-        "student_hidden": leaf(tokens, hidden), "student_weight": leaf(vocab, hidden),
-        "teacher_hidden": blank(tokens, teacher_hidden), "teacher_weight": blank(vocab, teacher_hidden),
-    }  # fmt: skip
-    named = dict(given)
+    named = {"student_hidden": leaf(tokens, hidden), "student_weight": leaf(vocab, hidden)}
+    topk = {}
+    known = _teacher(topk, tokens, rest)
+    if known is None:
+        named |= {"teacher_hidden": blank(tokens, teacher_hidden), "teacher_weight": blank(vocab, teacher_hidden)}
     if bias:
         named |= {"student_bias": leaf(vocab), "teacher_bias": blank(vocab)}
     if hard:
         named["target"] = blank(tokens, dtype=INT)
-    given = dict(named)
-    more = _options(given, tokens, vocab, options)
+    given = named | topk
+    more = _options(given, tokens, vocab, options) | {"teacher_topk": known}
     return recorded(linear_jsd, given, named | more | {"backend": "triton"})
 
 
@@ -298,6 +307,7 @@ def _jsd():
         "token weights": {"token_weight": "each"},
     }  # fmt: skip
     yield from _each(two_heads, ways, (500, 4096), **HEAD)
+    yield "topk: 500", partial(two_heads, 500, rest="tail", hard=True, hard_weight=0.3, **HEAD)
 
 
 def _logits():
@@ -323,6 +333,7 @@ def _logits_jsd():
     ways = {"plain": {}, "beta 0": {"beta": 0.0}, "beta 1": {"beta": 1.0}, "none": {"reduction": "none"},
             "temperature": {"temperature": 2.0}, "token weights": {"token_weight": "each"}}  # fmt: skip
     yield from _each(of_logits, ways, (500, 8192), vocab=128256, op=jsd)
+    yield "topk: 500", partial(of_logits, 500, vocab=128256, op=jsd, labels="tail")
 
 
 def _grouped():
@@ -382,9 +393,14 @@ def _attention():
 
 def _sharded():
     of_head = {"plain": {}, "everything": OPTIONS["everything"], "none": {"reduction": "none"}, "bias": {"bias": True},
-               "topk": {"labels": "topk"}, "fp8": {"precision": "fp8"},
+               "topk": {"labels": "topk"}, "dense": {"labels": "dense"}, "fp8": {"precision": "fp8"},
                "log-probs": {"op": linear_log_probs, "entropy": True}}  # fmt: skip
-    rows = {"plain": {}, "smoothing": OPTIONS["smoothing"], "log-probs": {"op": log_probs, "entropy": True}}
+    rows = {
+        "plain": {},
+        "smoothing": OPTIONS["smoothing"],
+        "dense": {"labels": "dense"},
+        "log-probs": {"op": log_probs, "entropy": True},
+    }
     for ranks in (1, 2):
         for name, options in of_head.items():
             run = partial(sharded, 4096, call=head, ranks=ranks, hidden=2048, vocab=128256)
@@ -402,6 +418,9 @@ def _sharded():
         run = partial(both, call=two_heads, hidden=2048, hard=True, hard_weight=0.3, beta=beta)
         yield f"heads beta {beta}, 2 ranks: 4096", run
         yield f"logits beta {beta}, 2 ranks: 4096", partial(both, call=of_logits, op=jsd, beta=beta)
+    few = partial(sharded, 500, ranks=2, vocab=128256)
+    yield "topk head, 2 ranks: 500", partial(few, call=two_heads, hidden=2048, rest="tail", hard=True, hard_weight=0.3)
+    yield "topk logits, 2 ranks: 500", partial(few, call=of_logits, op=jsd, labels="tail")
 
 
 def _collective():

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from triton.backends.nvidia.compiler import get_ptxas
 
 from launched import recorded
-from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
+from onchip.jax import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.kernels.triton import jax_call, jax_front, jax_listed, launch
 from onchip.kernels.triton.jax_call import Compiled, Pointer
 from onchip.torch import linear_cross_entropy as of_torch
@@ -220,6 +220,18 @@ def test_auto_takes_the_kernels_where_there_are_no_others(gpu, monkeypatch):
     message = "it runs in plain JAX on this GPU, without kernels: backend 'triton' needs to know softcap"
     with pytest.warns(UserWarning, match=message):
         jax.jit(lambda c: linear_cross_entropy(*ones(*LIKE), softcap=c)).lower(30.0)
+
+
+def test_kernels_that_were_not_measured_are_named(gpu, monkeypatch):
+    gpu(89)
+    monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
+    known = TopK(jnp.zeros((T, 1), jnp.int32), jnp.full((T, 1), -2.0), "log_probs", "tail")
+    jax_front._tell.cache_clear()
+    with pytest.warns(UserWarning, match="kernels: those for teacher_topk have not been measured; pass backend='trit"):
+        text = lowered(lambda z: jsd(z, teacher_topk=known), LOGITS, argnums=0).as_text()
+    assert jax_call.TARGET not in text
+    text = lowered(lambda z: jsd(z, teacher_topk=known, backend="triton"), LOGITS, argnums=0).as_text()
+    assert jax_call.TARGET in text
 
 
 def test_a_number_that_is_traced(gpu):

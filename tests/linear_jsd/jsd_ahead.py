@@ -8,9 +8,9 @@ from linear_cross_entropy.ahead_of_time import recording
 from onchip.ops.linear_jsd import triton_launches as jsd_launches
 from onchip.ops.linear_jsd import triton_memory as jsd_spec
 from onchip.ops.linear_jsd import triton_product
-from onchip.torch import jsd, linear_jsd
+from onchip.torch import TopK, jsd, linear_jsd
 
-KERNELS = (jsd_launches.kernels, triton_product)
+KERNELS = (jsd_launches.kernels, jsd_launches.topk_kernels, triton_product)
 
 
 def launches(
@@ -26,6 +26,7 @@ def launches(
     bias=False,
     logits=False,
     teacher_logits=False,
+    topk="",
     weights=None,
     **options,
 ):
@@ -38,17 +39,21 @@ def launches(
     with recording(device) as found, planned, torch.autocast("cpu", dtype, enabled=parameters is not None):
         if options.get("hard_weight"):
             options["target"] = torch.zeros(tokens, dtype=torch.int64)
+        if topk:
+            ids = torch.arange(20).repeat(tokens, 1)
+            options["teacher_topk"] = TopK(ids, torch.full((tokens, 20), -4.0), "log_probs", topk)
         if logits:
-            loss = jsd(leaf(tokens, vocab), leaf(tokens, vocab), backend="triton", **options)
+            teacher = () if topk else (leaf(tokens, vocab),)
+            loss = jsd(leaf(tokens, vocab), *teacher, backend="triton", **options)
         else:
             w, v = weights or (leaf(vocab, hidden), leaf(vocab, teacher_hidden))
-            pair = (None, None) if teacher_logits else (leaf(tokens, teacher_hidden), v)
+            pair = (None, None) if teacher_logits or topk else (leaf(tokens, teacher_hidden), v)
             loss = linear_jsd(
                 leaf(tokens, hidden),
                 w,
                 *pair,
                 student_bias=leaf(vocab) if bias else None,
-                teacher_bias=leaf(vocab) if bias and not teacher_logits else None,
+                teacher_bias=leaf(vocab) if bias and pair[0] is not None else None,
                 teacher_logits=leaf(tokens, vocab).detach() if teacher_logits else None,
                 backend="triton",
                 **options,

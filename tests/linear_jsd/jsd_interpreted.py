@@ -18,6 +18,7 @@ import torch
 from interpreter import main, registering
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_memory as triton_spec
+from onchip.ops.linear_jsd import triton_op
 from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
@@ -39,7 +40,7 @@ def assert_right(case, dtype=torch.float16):
 
 
 # Of `onchip check`'s cases those that take ways of their own through the products' kernels, with few tokens.
-NAMES = ("ragged", "equal models", "per token", "masked vocab", "teacher's logits", "everything")
+NAMES = ("ragged", "equal models", "per token", "masked vocab", "teacher's logits", "everything", "top-k, tail")
 CASES = {c.name: replace(c, tokens=4) for c in CHECK_CASES if c.name in NAMES}
 
 
@@ -71,6 +72,11 @@ LOGITS = {
         "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
         options={"beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
     ),
+    **{
+        f"{c.name}, beta {b}": replace(c, tokens=9, student="logits", ignored=0.3, options={"beta": b} | more)
+        for c in CHECK_CASES if c.name.startswith("top-k")
+        for b, more in ((0.0, {}), (0.4, {"temperature": 2.0, "hard_weight": 0.3, "reduction": "none"}), (1.0, {}))
+    },
     "equal": JsdCase("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
 }  # fmt: skip
 
@@ -133,10 +139,20 @@ def places(name):
 
 
 @check()
+def a_topk_takes_kernels_that_are_named():
+    """They haven't been measured on a GPU."""
+    h, w, *_ = problem()
+    known = TopK(torch.zeros(6, 1, dtype=torch.int64), torch.full((6, 1), -2.0), "log_probs", "tail")
+    with mock.patch.object(triton_op, "run", side_effect=NotImplementedError):
+        assert linear_jsd(h, w, teacher_topk=known).isfinite()
+        for backend, teacher in (("triton", {"teacher_topk": known}), ("auto", {"teacher_logits": torch.ones(6, 300)})):
+            with pytest.raises(NotImplementedError):
+                linear_jsd(h, w, **teacher, backend=backend)
+
+
+@check()
 def what_is_refused_says_why():
     h, w, x, v = problem()
-    with pytest.raises(ValueError, match="no kernel for teacher_topk; pass backend='plain'"):
-        op(h, w, teacher_topk=TopK(torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), "log_probs", "tail"))
     with pytest.raises(ValueError, match="no kernel for the gradient of teacher_logits"):
         op(h, w, teacher_logits=torch.zeros(6, 300, requires_grad=True), teacher_grad=True)
     with pytest.raises(ValueError, match="not float32"):
@@ -145,12 +161,18 @@ def what_is_refused_says_why():
         op(h, w, x, v, scratch_bytes=1)
 
 
+TOPK_OF_EACH = {
+    "logits-top-k, tail, beta 0.4",
+    "logits-top-k, truncated, beta 0.0",
+    "logits-top-k, renormalised, beta 1.0",
+}
 # What differs from another by a number.
 SLOW = (
     "tiles_of_fewer_tokens",
-    *(f"case-{x}" for x in ("per token", "equal models", "masked vocab")),
+    *(f"case-{x}" for x in ("per token", "equal models", "masked vocab", "top-k, tail")),
     *(f"places-{x}" for x in ("recomputed", "held in scratch")),
     *(f"logits-{x}, beta {b}" for x in ("logits", "close") for b in (0.0, 1.0)),
+    *(x for x in CHECKS if x.startswith("logits-top-k") and x not in TOPK_OF_EACH),
     *(f"logits-{x}" for x in ("beta 0.1", "large logits, beta 1.0", "offset 1e4")),
 )
 assert CHECKS.keys() >= set(SLOW)

@@ -13,7 +13,8 @@ from onchip.ops.linear_jsd.triton_memory import JsdPlan
 HOPPER, AMPERE = (90, 232448), (80, 166912)
 # The gradients of the first tokens are kept, those of the others made in backward.
 MIXED = JsdPlan(128, 128, 512, 256)
-OWN = ("logit_tiles", "divergence_rows", "row_scales")
+OF_TOPK = ("topk_log_probs", "topk_gradients")
+OWN = ("logit_tiles", "divergence_rows", "row_scales", *OF_TOPK)
 OPTIONS = {
     "plain": {},
     "all": {"bias": True, "hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "plan": MIXED},
@@ -44,7 +45,7 @@ def test_weights_whose_columns_lie_in_rows_are_read_as_they_lie():
 @pytest.mark.parametrize("options", OPTIONS)
 def test_hopper(options):
     found = compiled(HOPPER, **OPTIONS[options])
-    assert {k.kernel for k in found} == set(OWN)
+    assert {k.kernel for k in found} == {*OWN} - {*OF_TOPK}
     for k in found:
         if k.kernel == "logit_tiles":
             assert "wgmma.mma_async" in k.ptx
@@ -69,6 +70,16 @@ def test_logits(dtype):
     assert all("ld.global.v4" in k.ptx for k in found)
     # Of a vocabulary like 1000, whose rows are read number by number, the addresses take 24 bytes of stack.
     assert compiled(HOPPER, teacher_logits=True, vocab=1024)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+def test_a_topk(device, dtype):
+    """Of a head, by a plan that keeps some tokens, and of logits."""
+    given = {"logits": True, "vocab": 1024} if dtype == torch.float32 else {"plan": MIXED}
+    found = compiled(device, topk="tail", dtype=dtype, hard_weight=0.1, temperature=2.0, **given)
+    assert {k.kernel for k in found} == {*OWN} - ({"logit_tiles"} if "logits" in given else set())
+    assert all("ld.global.v4" in k.ptx for k in found if k.kernel in OF_TOPK)
 
 
 @pytest.mark.parametrize("given", [{"logits": True}, {"bias": True}], ids=["logits", "heads"])

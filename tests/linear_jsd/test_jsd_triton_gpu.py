@@ -1,6 +1,7 @@
 """The Triton backend on a CUDA device: accuracy, exact zeros, bits, memory, sizes, what must not synchronise."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,14 +16,14 @@ from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import CHECKER, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
-from onchip.torch import jsd, linear_jsd
+from onchip.torch import TopK, jsd, linear_jsd
 from shared import aside, capture, without_synchronisation
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_jsd, backend="triton")
 HALF = (torch.bfloat16, torch.float16)
 BETAS = (0.0, 0.25, 0.5, 1.0)
-DENSE = [c for c in CHECK_CASES if c.teacher in ("hidden", "logits")]
+OF_TOPK = [replace(c, student="logits") for c in CHECK_CASES if c.name.startswith("top-k")]
 # Everything kept, some of it in scratch and some computed again, nothing kept.
 WAYS = {
     "held": lambda t: JsdPlan(t, triton_spec.up(t, 128), 1 << 20, 1024),
@@ -74,7 +75,12 @@ def plain(h, w, x, v, beta, *, dtype=None):
 
 @pytest.mark.parametrize(  # products are of 16 bits
     ("case", "dtype"),
-    [(c, d) for c in DENSE for d in (*HALF, torch.float32) if d != torch.float32 or c.student != "hidden"],
+    [
+        (c, d)
+        for c in (*CHECK_CASES, *OF_TOPK)
+        for d in (*HALF, torch.float32)
+        if d != torch.float32 or c.student != "hidden"
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*deterministic")
@@ -235,6 +241,57 @@ def test_weights_whose_columns_lie_in_rows(hidden, vocab):
     expected = gradients(op(*leaves, teacher_grad=True), leaves)
     turned = (h, columns[0], x, columns[1])
     assert max(errors(gradients(op(*turned, teacher_grad=True), turned), expected)) < 1e-3
+
+
+def topk_of(leaves, rest):
+    """What 24 entries know of the teacher."""
+    h, w, x, v = leaves
+    values, ids = F.linear(x, v).detach().float().log_softmax(-1).topk(24)
+    return (h, w), {"teacher_topk": TopK(ids, values, "log_probs", rest)}
+
+
+@pytest.mark.parametrize("rest", ["tail", "truncated", "renormalised"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.usefixtures("planned")
+def test_a_topk(dtype, rest):
+    """Of a head, in each of the ways; the same bits every time, and from a graph that waits for nothing."""
+    leaves, known = topk_of(make(1000, 520, 5003, dtype=dtype), rest)
+    y = torch.randint(5003, (1000,), device="cuda")
+    y[::7] = -100
+    known |= {"target": y, "hard_weight": 0.2, "beta": 0.4, "temperature": 1.5, "reduction": "sum"}
+    wide = [p.detach().float().requires_grad_() for p in leaves]
+    expected = gradients(linear_jsd(*wide, backend="plain", **known), wide)
+
+    def step():
+        return gradients(op(*leaves, **known), leaves)
+
+    made = step()
+    bounds = (1e-4, *[6e-3 if dtype == torch.bfloat16 else 2e-3] * 2)
+    assert all(x <= bound for x, bound in zip(errors(made, expected), bounds, strict=True)), errors(made, expected)
+    without_synchronisation(step)
+    graph, captured = capture(step)
+    graph.replay()
+    for again in (step(), captured):
+        assert all(torch.equal(p, q) for p, q in zip(again, made, strict=True))
+
+
+@pytest.mark.parametrize("rest", ["tail", "renormalised"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_the_memory_of_a_topk(dtype, rest):
+    tokens, hidden, vocab = 4096, 2048, 50264
+    leaves, known = topk_of(make(tokens, hidden, vocab, dtype=dtype), rest)
+    name = str(dtype).removeprefix("torch.")
+    student = Head(tokens, hidden, vocab, name, device="cuda")
+    nobody = Head(tokens, 0, 0, name, device="cuda", grad_hidden=False, grad_weight=False)
+    p = JsdProblem(vocab, student, nobody, topk=24)
+
+    def step():
+        return gradients(op(*leaves, **known), leaves)
+
+    step()
+    formula = triton_spec.scratch_bytes(p, triton_spec.plan(p))
+    peak = peak_extra_bytes(step, device="cuda")
+    assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)
 
 
 @pytest.mark.parametrize("teacher", [False, True])

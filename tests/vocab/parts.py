@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.torch import TopK
+from onchip.torch import TopK, jsd, linear_jsd
 from onchip.vocab.torch import parallel
 from sharded import close, cut, leaf, same_bits
 
@@ -69,13 +69,49 @@ def dense(vocab=VOCAB, shape=SHAPE):
     return labels.masked_fill(labels < 1e-4, 0)
 
 
-def teachers():
+def teachers(vocab=VOCAB, shape=SHAPE):
     """Of each kind; of what one knows, some entries have no probability."""
-    values, found = (3 * random(*SHAPE, VOCAB, seed=6)).log_softmax(-1).topk(4)
+    values, found = (3 * random(*shape, vocab, seed=6)).log_softmax(-1).topk(4)
     for rest in ("tail", "truncated", "renormalised"):
         yield TopK(found, values, "log_probs", rest)
     yield TopK(found, 2 * values, "logits", "renormalised")
     yield TopK(found, values.index_fill(-1, torch.tensor(3), -torch.inf), "log_probs", "tail")
+
+
+CLASSES = factors(VOCAB).index_fill(0, torch.tensor([3, 40]), 0.0)
+LOSS = {
+    "plain": {"check_inputs": True},
+    "all": {
+        "softcap": 5.0, "logit_scale": 0.7, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 1e-2,
+        "return_stats": True,
+    },
+    "none": {
+        "reduction": "none", "label_smoothing": 0.2, "token_weight": factors(*SHAPE), "temperature": factors(*SHAPE),
+    },
+    "classes": {
+        "class_weight": CLASSES, "label_smoothing": 0.3, "z_loss": 1e-2, "normalizer": 7.0, "return_stats": True,
+    },
+    "classes alone": {"class_weight": CLASSES, "reduction": "sum"},
+    "shift": {"shift": True, "token_weight": factors(*SHAPE), "return_stats": True},
+    "all smoothed": {"label_smoothing": 1.0, "check_inputs": True, "return_stats": True},
+}  # fmt: skip
+EVERYTHING = {"entropy": True, "lse": True, "top1": True, "mean_logits": True, "log_sum_sq_probs": True}
+
+
+def divergence(vocab=VOCAB, shape=SHAPE):
+    """Options by name."""
+    of_target = {"target": ids(vocab, shape)}
+    return {
+        "middle": of_target | {"beta": 0.3, "temperature": 0.7, "temperature_squared": True},
+        "forward": of_target | {"beta": 0.0, "hard_weight": 0.25, "temperature": 2.0},
+        "reverse": of_target | {"beta": 1.0, "reduction": "none", "token_weight": factors(*shape)},
+        "hard": of_target | {"beta": 0.5, "hard_weight": 0.5, "normalizer": 5.0, "check_inputs": True},
+        "no target": {"check_inputs": True},
+    }
+
+
+def jsd_of(given):
+    return jsd if "student_logits" in given else linear_jsd
 
 
 def is_shared(name, x):

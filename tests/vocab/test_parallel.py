@@ -1,21 +1,24 @@
 """Losses over a vocabulary that is sharded over two and three processes, compared with the same losses in one."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from parts import (
+    EVERYTHING,
     LAYOUTS,
+    LOSS,
     SHAPE,
     VOCAB,
     compare,
     dense,
+    divergence,
     exchanges,
     factors,
     flat,
     ids,
+    jsd_of,
     models,
     padded,
     part,
@@ -26,16 +29,13 @@ from parts import (
     teachers,
     tensors,
     topk,
-    within,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn.functional import linear, one_hot, pad
+from torch.nn.functional import linear, one_hot
 from torch.utils.checkpoint import checkpoint
 
-from onchip.ops.linear_jsd import triton_memory
-from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import (
     LinearCrossEntropyLoss,
     LMHead,
@@ -49,24 +49,6 @@ from onchip.torch import (
 )
 from sharded import close, cut, leaf, spawn
 
-CLASSES = factors(VOCAB).index_fill(0, torch.tensor([3, 40]), 0.0)
-LOSS = {
-    "plain": {"check_inputs": True},
-    "all": {
-        "softcap": 5.0, "logit_scale": 0.7, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 1e-2,
-        "return_stats": True,
-    },
-    "none": {
-        "reduction": "none", "label_smoothing": 0.2, "token_weight": factors(*SHAPE), "temperature": factors(*SHAPE),
-    },
-    "classes": {
-        "class_weight": CLASSES, "label_smoothing": 0.3, "z_loss": 1e-2, "normalizer": 7.0, "return_stats": True,
-    },
-    "classes alone": {"class_weight": CLASSES, "reduction": "sum"},
-    "shift": {"shift": True, "token_weight": factors(*SHAPE), "return_stats": True},
-    "all smoothed": {"label_smoothing": 1.0, "check_inputs": True, "return_stats": True},
-}  # fmt: skip
-EVERYTHING = {"entropy": True, "lse": True, "top1": True, "mean_logits": True, "log_sum_sq_probs": True}
 LOG_PROBS = {
     "plain": {},
     "everything": EVERYTHING
@@ -75,22 +57,6 @@ LOG_PROBS = {
 }
 TARGETS = {"ids": ids(), "K ids": topk(), "K logarithms": topk("log_probs"), "every entry": dense()}
 PAIRS = (("head", "head"), ("logits", "logits"), ("head", "logits"))
-
-
-def divergence(vocab=VOCAB, shape=SHAPE):
-    """Options by name."""
-    of_target = {"target": ids(vocab, shape)}
-    return {
-        "middle": of_target | {"beta": 0.3, "temperature": 0.7, "temperature_squared": True},
-        "forward": of_target | {"beta": 0.0, "hard_weight": 0.25, "temperature": 2.0},
-        "reverse": of_target | {"beta": 1.0, "reduction": "none", "token_weight": factors(*shape)},
-        "hard": of_target | {"beta": 0.5, "hard_weight": 0.5, "normalizer": 5.0, "check_inputs": True},
-        "no target": {"check_inputs": True},
-    }
-
-
-def jsd_of(given):
-    return jsd if "student_logits" in given else linear_jsd
 
 
 def losses():
@@ -382,179 +348,6 @@ def compiled(rank, ranks):
 @pytest.mark.slow
 def test_compiled(tmp_path):
     spawn(tmp_path, 2, {"compiled": compiled}, timeout=300)
-
-
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-# A tile of the vocabulary is 256 entries.
-TILES, ROWS = 700, (4, 6)
-OF_KERNELS = {
-    "plain": {"return_stats": True},
-    "all": LOSS["all"] | {"return_stats": False},
-    "none": {"reduction": "none", "z_loss": 1e-2},
-    "smoothing": {"label_smoothing": 0.2},
-    "classes": {"class_weight": factors(TILES), "label_smoothing": 0.3, "z_loss": 1e-2},
-}
-OF_LABELS = {"z_loss": 1e-2, "class_weight": factors(TILES), "return_stats": True, "softcap": 5.0}
-
-
-def of_kernels(kind="head", **how):
-    return tensors(kind=kind, **{"vocab": TILES, "shape": ROWS, "size": 24} | how)
-
-
-def out_of_range(op, given, bad, rank, **how):
-    """NaN for that token alone; and with check_inputs a refusal."""
-    name, target = next((n, x) for n, x in given.items() if n in ("target", "ids"))
-    own = {n: leaf(x) if n != name else x for n, x in padded(given | {name: bad}, 368, rank).items()}
-    shards = {"vocab_group": dist.group.WORLD, "vocab_size": TILES, "backend": "triton"}
-    loss = op(**own, **how, **shards)
-    loss.sum().backward()
-    rows = own["hidden"].grad if "hidden" in own else own["logits"].grad[..., : TILES - 368 * rank]
-    assert loss.isnan().nonzero().tolist() == rows.isnan().all(-1).nonzero().tolist() == [[0, 0]]
-    with pytest.raises(ValueError, match=rf"{name}(.indices)?\[0, 0.*\] is {TILES}"):
-        op(**own, **how, **shards, check_inputs=True)
-    assert target is not bad
-
-
-def bad_ids(target):
-    """With the first token's out of range."""
-    if isinstance(target, TopK):
-        return target._replace(indices=bad_ids(target.indices))
-    bad = target.clone()
-    bad[0, 0] = TILES
-    return bad
-
-
-def kernels_of_heads(rank, ranks):
-    """Options; an empty shard; tokens that are sharded, rows that are padding, registered operators."""
-    half, near = of_kernels(dtype=torch.float16, scale=0.25), within(2e-3)
-    of = {"near": near, "exact": torch.float32, "backend": "triton"}
-    target, few = ids(TILES, ROWS), topk(vocab=TILES, shape=ROWS, k=3)
-    for how, (sizes, strategy) in itertools.product(
-        OF_KERNELS.values(), (([300, 400], "auto"), ([700, 0], "recompute"))
-    ):
-        compare(linear_cross_entropy, half | {"target": target}, how, sizes, rank, strategy=strategy, **of)
-    for labels, how in ((target, {}), (few, OF_LABELS), (few, OF_LABELS | {"label_smoothing": 0.2})):
-        given = half | {"target": labels}
-        compare(linear_cross_entropy, given, how, [300, 400], rank, way=registered, **of)
-        compare(linear_cross_entropy, given, how, [700, 0], rank, dim=1, strategy="recompute", **of)
-        compare(linear_cross_entropy, given, how, [300, 400], rank, size=368, way=registered, dim=1, **of)
-    for sizes, of_ids in (([300, 400], several_ids(TILES, ROWS)), ([600, 100], target)):
-        compare(linear_log_probs, half | {"ids": of_ids}, EVERYTHING, sizes, rank, **of)
-    given = {name: half[name] for name in ("hidden", "weight")}
-    for labels in (target, few):
-        out_of_range(linear_cross_entropy, given | {"target": labels}, bad_ids(labels), rank, reduction="none")
-
-
-def kernels_of_logits(rank, ranks):
-    """The same; and in place."""
-    given, near = of_kernels("logits", scale=4.0), within(2e-5)
-    target, several, few = ids(TILES, ROWS), several_ids(TILES, ROWS), topk(vocab=TILES, shape=ROWS, k=3)
-    each = {"token_weight": factors(*ROWS), "temperature": factors(*ROWS), "return_stats": True}
-    cases = OF_KERNELS | {"none": OF_KERNELS["none"] | each | {"label_smoothing": 0.2}}
-    everything = EVERYTHING | {"softcap": 5.0, "temperature": factors(*ROWS)}
-    for name, how in cases.items():
-        sizes = [700, 0] if name == "plain" else [300, 400]
-        compare(cross_entropy, given | {"target": target}, how, sizes, rank, near=near, backend="triton")
-    for how, sizes, of in ((everything, [300, 400], several), ({}, [0, 700], target), (everything, [1, 699], target)):
-        compare(log_probs, given | {"ids": of}, how, sizes, rank, near=near, backend="triton")
-    all_of = OF_LABELS | each | {"reduction": "none", "label_smoothing": 0.2}
-    for how, sizes, labels in (
-        ({}, [300, 400], topk("log_probs", TILES, ROWS, 3)),
-        (cases["none"], [700, 0], few),
-        (all_of, [300, 400], few),
-    ):
-        with exchanges() as seen:
-            compare(cross_entropy, given | {"target": labels}, how, sizes, rank, near=near, backend="triton")
-        assert len(seen) == 1
-    of = {"near": near, "backend": "triton"}
-    compare(cross_entropy, given | {"target": few}, all_of, [1, 699], rank, way=registered, **of)
-    for op, labels in (
-        (cross_entropy, {"target": target}),
-        (cross_entropy, {"target": few}),
-        (log_probs, {"ids": several}),
-    ):
-        compare(op, given | labels, {}, [300, 400], rank, size=368, **of)
-    own, whole = leaf(padded(given, 368, rank)["logits"]), leaf(given["logits"])
-    shards = {"vocab_group": dist.group.WORLD, "vocab_size": TILES, "backend": "triton"}
-    cross_entropy(own * 1, target, softcap=3.0, inplace_backward=True, **shards).backward()
-    cross_entropy(whole, target, softcap=3.0).backward()
-    near(own.grad, pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "in place")
-    for op, labels, how in (
-        (cross_entropy, {"target": target}, {"reduction": "none"}),
-        (cross_entropy, {"target": few}, {"reduction": "none"}),
-        (log_probs, {"ids": target}, {}),
-    ):
-        out_of_range(op, given | labels, bad_ids(next(iter(labels.values()))), rank, **how)
-    with pytest.raises(ValueError, match="all entries take no sharded vocabulary here; pass backend='plain', or K ids"):
-        cross_entropy(own, own.detach(), **shards)
-    teacher = few._replace(kind="log_probs")
-    with pytest.raises(ValueError, match="jsd: .*no kernel for teacher_topk; pass backend='plain'"):  # noqa: RUF043
-        jsd(own, teacher_topk=teacher, **shards)
-
-
-def test_kernels(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"heads": kernels_of_heads, "logits": kernels_of_logits}, timeout=120)
-
-
-def kernels_of_models(rank, ranks, kinds, shape, dtype, bound, *, few=False):
-    """Every option with a layout, or `few`; equal models, a label out of range, and padding."""
-    vocab, everything = 400, divergence(400, shape)
-    everything |= {"sharded tokens": everything["middle"] | {"hard_weight": 0.4}}
-    given, layouts = models(*kinds, vocab=vocab, shape=shape, dtype=dtype), ([100, 300], [1, 399], [400, 0], [256, 144])
-    for (name, how), sizes in zip(everything.items(), itertools.cycle(layouts), strict=False):
-        if few and name not in ("forward", "sharded tokens"):
-            continue
-        of_heads, chunks = name == "sharded tokens" and kinds[0] == "head", lambda *_: JsdPlan(4, 0, 256, 256)
-        teacher_grad = name != "hard" and kinds != ("head", "logits")
-        constants = () if teacher_grad else [x for x in given if x.startswith("teacher")]
-        more = {"constants": constants, "exact": torch.float32 if dtype == torch.float16 else torch.float64}
-        with pytest.MonkeyPatch.context() as patch:
-            if of_heads:
-                patch.setattr(triton_memory, "plan", chunks)
-            how, more["dim"] = how | {"teacher_grad": teacher_grad}, 1 if of_heads else None
-            compare(jsd_of(given), given, how, sizes, rank, near=within(bound), backend="triton", **more)
-    shards = {"vocab_group": dist.group.WORLD, "vocab_size": vocab, "backend": "triton"}
-    own = padded(given, 218, rank)
-    student = {name: x for name, x in own.items() if name.startswith("student")}
-    same = {name.replace("student", "teacher"): x for name, x in student.items()}
-    for beta in (0.5,) if few else (0.0, 0.5, 1.0):
-        leaves = {name: leaf(x) for name, x in student.items()}
-        loss = jsd_of(own)(**leaves, **same, beta=beta, **shards)
-        loss.backward()
-        assert loss == 0
-        assert not any(x.grad.any() for x in leaves.values())
-    bad = ids(vocab, shape)
-    bad[0, 0] = vocab
-    leaves = {name: leaf(x) if name.startswith("student") else x for name, x in own.items()}
-    loss = jsd_of(own)(**leaves, target=bad, hard_weight=0.5, reduction="none", **shards)
-    loss.sum().backward()
-    rows = next(iter(leaves.values())).grad
-    rows = rows if kinds[0] == "head" else rows[..., : vocab - 218 * rank]
-    assert loss.isnan().nonzero().tolist() == rows.isnan().all(-1).nonzero().tolist() == [[0, 0]]
-    if kinds[0] == "head":
-        with pytest.raises(ValueError, match="on backend 'triton', which needs"):
-            linear_jsd(**own, scratch_bytes=1, **shards)
-
-
-HEADS = {"kinds": ("head", "head"), "shape": (2, 2), "dtype": torch.float16, "bound": 2e-3}
-LOGITS = {"kinds": ("logits", "logits"), "shape": (2, 4), "dtype": torch.float32, "bound": 1e-5}
-
-
-@pytest.mark.parametrize(
-    ("given", "few"),
-    [
-        (LOGITS, False),
-        pytest.param(HEADS, True, marks=pytest.mark.slow),
-        pytest.param(HEADS, False, marks=pytest.mark.slow),
-        pytest.param(HEADS | {"kinds": ("head", "logits")}, False, marks=pytest.mark.slow),
-    ],
-    ids=["logits", "few of heads", "heads", "a head"],
-)
-def test_kernels_of_models(given, few, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"kernels": partial(kernels_of_models, **given, few=few)}, timeout=200)
 
 
 # --------------------------------------------------------------------------------------------------- in training code

@@ -83,7 +83,6 @@ def wrong_soft_labels(rank, ranks):
     sizes, head, logits = LAYOUTS[ranks][1], tensors(), {"logits": random(*SHAPE, VOCAB)}
     every, dim = {"target": dense()[..., cut(sizes, rank)]}, 1 if ranks == 2 else 0
     entries = ({"target": dense()}, ValueError, "target has 61 of the vocabulary's entries but weight has")
-    no_kernels = ({"backend": "triton"} | every, ValueError, "all entries take no sharded vocabulary")
     rows = [
         entries,
         ({"target": OUTSIDE}, ValueError, r"target.indices\[.*\] is .* not in \[0, 61\)"),
@@ -91,7 +90,6 @@ def wrong_soft_labels(rank, ranks):
         ({"class_weight": torch.ones(9)}, ValueError, r"class_weight has shape \[9\]; it must be \[V\], \[61\]"),
         ({"scratch_bytes": 8} | every, ValueError, "scratch_bytes=8 is too small"),
         ({"vocab_start": 0} | every, ValueError, "don't make up"),
-        no_kernels,
     ]
     if dim == 1:
         last = {"shift": True, "hidden_layout": "sequence", "hidden": head["hidden"].chunk(ranks, dim)[rank]}
@@ -99,9 +97,7 @@ def wrong_soft_labels(rank, ranks):
     refuse(linear_cross_entropy, head | {"target": topk()}, sizes, rank, (*SHARDS, *rows))
     inplace = ({"inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids")
     entries = ({"target": dense()}, ValueError, "target has 61 of the vocabulary's entries but logits has")
-    there = LAYOUTS[ranks][0]
-    no_kernels[0]["target"] = dense()[..., cut(there, rank)]
-    refuse(cross_entropy, logits | {"target": topk()}, there, rank, (*SHARDS, entries, no_kernels, inplace))
+    refuse(cross_entropy, logits | {"target": topk()}, LAYOUTS[ranks][0], rank, (*SHARDS, entries, inplace))
 
 
 def wrong_divergences(rank, ranks):

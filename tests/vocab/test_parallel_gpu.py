@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
-from sharded import cut, leaf, same_bits, spawn
+from sharded import cut, leaf, same_bits, spawn, spawn_on_gpus
 from shared import capture, without_synchronisation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
@@ -167,6 +167,58 @@ def test_soft_labels_of_two_ranks(tmp_path):
     spawn(tmp_path, 2, {"soft_labels": soft_labels}, timeout=300)
 
 
+def by_kernels(rank, ranks):
+    """Labels for every entry, and top-k teachers, against PyTorch's operations on all of the vocabulary."""
+    hidden, weight, target = layer(torch.float32)
+    logits = linear(hidden, weight)
+    many, (values, ids) = (logits.flip(0) / 2).softmax(-1), (logits.flip(0) / 2).log_softmax(-1).topk(24)
+    everything = OPTIONS["everything"] | {"class_weight": torch.rand(VOCAB, device="cuda")}
+    teachers = [
+        {"teacher_topk": TopK(ids, values, "log_probs", rest), "target": target} | options
+        for rest, options in zip(
+            RESTS,
+            ({"beta": 0.0, "hard_weight": 0.3, "temperature": 2.0}, {"beta": 0.4}, {"beta": 1.0, "reduction": "none"}),
+            strict=True,
+        )
+    ]
+    calls = [(cross_entropy, {"target": many} | more) for more in ({}, everything, {"reduction": "none"})]
+    calls += [(jsd, teacher) for teacher in teachers]
+    of_heads = [(linear_cross_entropy, {"target": many} | more) for more in ({}, everything)]
+    of_heads += [(linear_jsd, teacher) for teacher in teachers]
+    for sizes in ([2600] + [0] * (ranks - 2) + [VOCAB - 2600] if ranks > 1 else [VOCAB], [VOCAB] + [0] * (ranks - 1)):
+        own = cut(sizes, rank)
+        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
+
+        def compare(op, parameters, dtype, options, bounds, own=own, given=given, sizes=sizes):
+            part = {n: x[:, own] if x is many else x for n, x in options.items()}
+            exact = torch.float32 if len(parameters) > 1 else torch.float64
+            whole, mine = [leaf(x.to(dtype).to(exact)) for x in parameters], [leaf(x.to(dtype)) for x in parameters]
+            mine = [leaf(x[own] if x.shape[0] == VOCAB else x[:, own] if x.shape[1] == VOCAB else x) for x in mine]
+            expected, got = values_of(op(*whole, backend="plain", **options)), values_of(op(*mine, **part, **given))
+            same_bits(*got)
+            what = f"{op.__name__} {dtype} {sizes} {[*options]}"
+            near(got, expected, bounds[0], what)
+            expected[0].sum().backward(), got[0].sum().backward()
+            for a, b in zip(mine, whole, strict=True):
+                if a.numel():
+                    right = b.grad if a.shape == b.shape else b.grad[own] if len(b) == VOCAB else b.grad[:, own]
+                    near([a.grad], [right], bounds[1], what)
+
+        for op, options in calls:
+            compare(op, [logits], torch.float32, options, (2e-5, 2e-5))
+        for dtype, bounds in ((torch.bfloat16, (5e-3, 1e-2)), (torch.float16, (1e-3, 4e-3))):
+            for op, options in of_heads:
+                compare(op, [hidden, weight], dtype, {"reduction": "sum"} | options, bounds)
+
+
+def test_labels_by_kernels(tmp_path):
+    spawn(tmp_path, 2, {"by_kernels": by_kernels}, timeout=300)
+
+
+def test_labels_by_kernels_over_nccl(tmp_path):
+    spawn_on_gpus(tmp_path, {"by_kernels": by_kernels}, timeout=300)
+
+
 def in_fp8(rank, ranks):
     """Against the same kernels on all of the vocabulary, whose blocks of 128 are those of the first shards."""
     hidden, weight, target = layer()
@@ -229,6 +281,8 @@ def over_nccl(rank, ranks):
         loss = loss + cross_entropy(logits, few, vocab_group=group, class_weight=some.new_ones(VOCAB))
         loss = loss + jsd(logits, teacher_topk=few._replace(values=some.log(), kind="log_probs"), vocab_group=group)
         loss = loss + linear_cross_entropy(h, w, few, vocab_group=group, backend="triton")
+        known = few._replace(values=some.log(), kind="log_probs", rest="tail")
+        loss = loss + linear_jsd(h, w, teacher_topk=known, vocab_group=group, backend="triton")
         return dict(zip("lhwx", (loss.detach(), *torch.autograd.grad(loss, (h, w, logits))), strict=True))
 
     for step in (of_layer, of_layer_in_fp8, of_rows, of_labels):

@@ -3,7 +3,8 @@
 Written for reading, not for speed.  Tokens are taken in blocks, so that their logits in float64 fit in memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ _BLOCK_LOGITS = 1 << 24  # 128 MiB of float64
 
 class Linear:
     """A linear layer's products, and its gradients, which follow from those of the products."""
+
+    names = "grad_hidden", "grad_weight", "grad_bias"
 
     def __init__(self, hidden: npt.ArrayLike, weight: npt.ArrayLike, bias: npt.ArrayLike | None) -> None:
         given = np.asarray(hidden, np.float64)
@@ -40,6 +43,35 @@ class Linear:
     def gradients(self) -> tuple[Array, Array, Array]:
         """The gradients of hidden, weight and bias."""
         return self.grad_hidden, self.grad_weight, self.grad_bias
+
+
+class Logits:
+    """Logits that are given, and their gradient."""
+
+    names = ("grad_logits",)
+
+    def __init__(self, logits: npt.ArrayLike) -> None:
+        given = np.asarray(logits, np.float64)
+        self.rows = given.reshape(-1, given.shape[-1])
+        self.vocab, self.grad = given.shape[-1], np.zeros(given.shape)
+
+    def products(self, rows: Any) -> Array:
+        """[n, V]: the logits of these tokens."""
+        return np.asarray(self.rows[rows])
+
+    def backward(self, rows: Any, gradient: Array) -> None:
+        """Take in the gradient of these tokens' logits."""
+        self.grad.reshape(self.rows.shape)[rows] = gradient
+
+    @property
+    def gradients(self) -> tuple[Array]:
+        return (self.grad,)
+
+
+def with_gradients(values: Mapping[str, Any], of: Linear | Logits) -> Any:
+    """A named tuple of values and of the gradients that were taken in, `grad_` and what they are of."""
+    made = {**values, **dict(zip(of.names, of.gradients, strict=True))}
+    return namedtuple("Oracle", made)(**made)
 
 
 class Loss(NamedTuple):

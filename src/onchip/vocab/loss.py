@@ -11,6 +11,7 @@ q_v = 0.  `xp` is the module with the functions that both frameworks have: `torc
 None are left out.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from onchip.frontend.options import LossTerms
@@ -93,6 +94,18 @@ def at_entry(
         rest = (p if share is None else p * share) - (1 / vocab if own is None else own / vocab)
         made = (1 - eps) * made + eps * rest
     return made if z_loss is None else made + slope_of_lse(terms, lse) * p
+
+
+def of_shard(options: Any, rows: int, vocab: int, *, value: bool) -> tuple[Any, float]:
+    """The options with which the loss of a whole vocabulary becomes that of a shard's labels, one for each of its
+    `rows`, and what it and its gradient are to be multiplied by; the `value` lacks what the lse of all shards adds.
+
+    What an entry gets of the label smoothing is what it gets in the whole vocabulary.
+    """
+    spread = options.label_smoothing * rows / vocab
+    factor = 1 - options.label_smoothing + spread
+    z_loss = 0.0 if value else options.z_loss / factor
+    return replace(options, label_smoothing=spread / factor, z_loss=z_loss), factor
 
 
 def by_outputs(

@@ -307,7 +307,7 @@ def _pad(x: Array, widths: Sequence[int], mode: str = "constant", value: float =
 # ATen's operators that the walks call between kernels.
 _ATEN: dict[str, Callable[..., Any]] = {
     "full": lambda shape, value, dtype=None: jnp.full(shape, value),
-    "zeros": lambda shape, dtype=None: jnp.zeros(shape),
+    "zeros": lambda shape, dtype=None: jnp.zeros(shape), "ones": lambda shape, dtype=None: jnp.ones(shape),
     "ones_like": lambda x, **_: jnp.ones_like(x),
     "zeros_like": lambda x, **_: jnp.zeros_like(x),
     "fill_": lambda x, value: jnp.full_like(x, value),
@@ -321,11 +321,12 @@ _ATEN: dict[str, Callable[..., Any]] = {
     "sort": _sorted,
     "mul": jnp.multiply, "mul_": jnp.multiply, "add": lambda x, y, alpha=1: x + alpha * y,
     "sub": lambda x, y, alpha=1: x - alpha * y, "rsub": lambda x, y, alpha=1: y - alpha * x, "div": jnp.divide,
-    "neg": jnp.negative, "abs": jnp.abs, "exp": jnp.exp, "log": jnp.log, "reciprocal": lambda x: 1 / x,
+    "neg": jnp.negative, "abs": jnp.abs, "exp": jnp.exp, "log": jnp.log, "exp2": jnp.exp2, "log2": jnp.log2,
+    "floor": jnp.floor, "reciprocal": lambda x: 1 / x,
     "where": jnp.where, "lt": jnp.less, "gt": jnp.greater, "ge": jnp.greater_equal, "le": jnp.less_equal,
     "eq": jnp.equal, "ne": jnp.not_equal, "logical_and": jnp.logical_and, "bitwise_and": jnp.bitwise_and,
     "bitwise_or": jnp.bitwise_or, "bitwise_not": jnp.invert, "logical_not": jnp.logical_not,
-    "clamp": lambda x, low=None, high=None: jnp.clip(x, low, high),
+    "clamp": jnp.clip, "clip": jnp.clip, "cat": jnp.concatenate, "concatenate": jnp.concatenate,
     "clamp_min": jnp.maximum, "maximum": jnp.maximum, "minimum": jnp.minimum,
     "nan_to_num": lambda x, nan=0.0: jnp.nan_to_num(x, nan=nan),
     "argmax": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim, keepdims=keepdim),
@@ -335,5 +336,7 @@ _ATEN: dict[str, Callable[..., Any]] = {
     "masked_fill": lambda x, mask, value: jnp.where(mask, value, x), "__or__": jnp.bitwise_or,
     "__and__": jnp.bitwise_and, "where_": jnp.where, "expm1": jnp.expm1, "log1p": jnp.log1p, "tanh": jnp.tanh,
     "full_like": lambda x, value, **_: jnp.full_like(x, value), "pad": _pad, "constant_pad_nd": _pad,
+    "logsumexp": lambda x, dim, keepdim=False: jax.nn.logsumexp(x, dim, keepdims=keepdim),
+    "log_softmax": lambda x, dim, *_: jax.nn.log_softmax(x, dim),
     "scalar_tensor": lambda x, **_: jnp.asarray(x), "isnan": jnp.isnan,
 }  # fmt: skip

@@ -8,6 +8,7 @@ out to be 1, which only the device knows; otherwise it computes the gradient aga
 rounded once.  With reduction="none" or inplace_backward the logits are read in forward and again in backward.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from onchip.vocab.rows import walk
 from onchip.vocab.rows.launches import count_targets, flat, launch_rows, launch_soft, reduce_losses, shares_of_ids
 from onchip.vocab.torch import dense, loss, parallel, tiles
 from onchip.vocab.torch.loss import asked_by, gradient_of_loss, scaled_rows
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
 
@@ -142,6 +143,8 @@ def _write_by_kernels(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor) ->
 
 def _of_every_entry(call: CrossEntropyCall) -> loss.LossOutputs:
     options, tau, labels = call.options, call.token_temperature, _labels_of_mine(call)
+    if call.kernels and call.shards.there:
+        return _of_every_entry_in_shard(call)
     if not call.kernels:
         walk.refuse_to_state(call)
         tokens = call.tokens(check_values=options.check_inputs)
@@ -156,6 +159,31 @@ def _of_every_entry(call: CrossEntropyCall) -> loss.LossOutputs:
     if call.number > 0:
         launch_soft("soft_losses", call.logits, labels, None, tau, options, call.class_weight, **out.of_labels)
     return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
+
+
+def _of_every_entry_in_shard(call: CrossEntropyCall) -> loss.LossOutputs:
+    """By kernels; a rank without columns, which has none to run, tells the others the same."""
+    walk.refuse_to_state(call)
+    tokens, tau, labels = (
+        call.tokens(check_values=call.options.check_inputs),
+        call.token_temperature,
+        _labels_of_mine(call),
+    )
+    part = parallel.class_weight_of_shard(call.class_weight, call.shards)
+    if not call.runs_kernels:
+        given = replace(call.options, label_smoothing=0.0), tokens, call.config(tokens), labels, part
+        return dense.combined(OP, call, dense.dense_sums(torch_rows.Rows(call.mine), *given), tokens)
+    if call.options.scratch_bytes is not None:
+        call.config()
+    options, factor = dense.for_kernels(call.options, call.shards, forward=True)
+    out = loss.LossOutputs.empty(call, call.logits, kernels=True, reduced=False)
+    if call.number > 0:
+        launch_soft("soft_losses", call.mine, labels, None, tau, options, part, **out.of_labels)
+    # Once more, for all digits of lse: what it was rounded by.
+    nowhere, all_count = torch.full_like(call.ids, parallel.ELSEWHERE), replace(options, ignore_index=parallel.IGNORED)
+    known = walk.statistics_of_ids(call.mine, nowhere, tau, all_count, Asked(top=True), of_shard=True)
+    sums = dense.sums_of_kernels(options, out._replace(lse=known.lse), factor, labels, known.top, known.low)
+    return dense.combined(OP, call, sums, tokens)
 
 
 def _labels_of_mine(call: CrossEntropyCall) -> Tensor:
@@ -176,12 +204,15 @@ def _write_by_every_entry(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor
         return
     row = LOSS.stated(call, _rows, grad_loss)
     lse, less, mass = (None if x is None else x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.mass))
-    if call.number > 0:
+    part, mine = parallel.class_weight_of_shard(call.class_weight, call.shards), walk.without_padding(call, out)
+    if mine.numel() > 0:
+        options, factor = dense.for_kernels(options, call.shards)
+        if call.shards.there and mass is not None:
+            row, mass = row * factor, mass / factor
         with device_of(out):
             launch_soft(
-                "soft_gradients", call.logits, _labels_of_mine(call), out, call.token_temperature, options,
-                call.class_weight, lse=lse, less=less, mass=mass,
-                row_factor=stated.converted(row, Tensor.contiguous),
+                "soft_gradients", call.mine, _labels_of_mine(call), mine, call.token_temperature, options, part,
+                lse=lse, less=less, mass=mass, row_factor=stated.converted(row, Tensor.contiguous),
             )  # fmt: skip
 
 

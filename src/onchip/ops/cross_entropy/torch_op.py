@@ -21,7 +21,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, is_soft
 from onchip.frontend.torch_module import LossModule, typed_as
-from onchip.frontend.torch_parallel import WHOLE, OfShardedLogits, Sharding, Shards, localized
+from onchip.frontend.torch_parallel import WHOLE, OfShardedLogits, Sharding, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
@@ -225,7 +225,7 @@ def cross_entropy(
         token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
     ids, numbers, kind = parts_of(target, leading, soft=soft)
     weights = Weights.of(OP, options, None if soft else ids, token_weight, normalizer, class_weight, logits.dtype)
-    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, numbers, kind, shards))
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, numbers, kind))
     if inplace_backward:
         check_inplace(logits)
     call = CrossEntropyCall(
@@ -243,13 +243,9 @@ def cross_entropy(
     return returned(LOSS(call).out, options, kind)
 
 
-def _refusal(logits: Tensor, numbers: Tensor | None, kind: str, shards: Shards) -> str | None:
+def _refusal(logits: Tensor, numbers: Tensor | None, kind: str) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    reason = None
-    if numbers is not None and kind == "dense":
-        reason = layout_refusal("target", numbers)
-        if shards.there:
-            reason = "soft labels for all entries take no sharded vocabulary here; pass backend='plain', or K ids"
+    reason = layout_refusal("target", numbers) if numbers is not None and kind == "dense" else None
     return reason or refusal(logits)
 
 

@@ -1,27 +1,12 @@
 """The contract of linear_cross_entropy in NumPy float64, with gradients: the oracle of every test."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import reference
-from onchip.oracle.reference import Array, Indices, Linear, SoftLabels
-
-
-class LinearCrossEntropyResult(NamedTuple):
-    """Loss, statistics and gradients.  The per-token fields have the shape of the target."""
-
-    loss: Array
-    lse: Array
-    log_prob: Array
-    entropy: Array
-    correct: npt.NDArray[np.bool_]
-    argmax: Indices
-    target_logit: Array
-    grad_hidden: Array
-    grad_weight: Array
-    grad_bias: Array
+from onchip.oracle.reference import Linear, SoftLabels, with_gradients
 
 
 def linear_cross_entropy(
@@ -34,8 +19,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     token_weight: npt.ArrayLike | None = None,  # [...]
     **options: Any,
-) -> LinearCrossEntropyResult:
-    """Loss, statistics and the gradients of sum(grad_loss * loss), all in float64.
+) -> Any:
+    """The fields of `onchip.oracle.reference.Loss`, and the gradients of sum(grad_loss * loss), grad_hidden and so on.
 
     The options are those of `onchip.oracle.reference.cross_entropy`, which also says how ignored tokens and targets out
     of range are treated.  With `shift` each position has the next one's target and weight, and the last one none.
@@ -53,16 +38,7 @@ def linear_cross_entropy(
         token_weight=token_weight,
         **options,
     )
-    return LinearCrossEntropyResult(*result, *layer.gradients)
-
-
-class LinearCrossEntropySoftResult(NamedTuple):
-    """Loss and gradients."""
-
-    loss: Array
-    grad_hidden: Array
-    grad_weight: Array
-    grad_bias: Array
+    return with_gradients(result._asdict(), layer)
 
 
 def soft_linear_cross_entropy(
@@ -71,12 +47,12 @@ def soft_linear_cross_entropy(
     target: npt.ArrayLike | SoftLabels,  # [..., V]
     bias: npt.ArrayLike | None = None,  # [V]
     **options: Any,
-) -> LinearCrossEntropySoftResult:
-    """The same for targets that are probabilities; the options are those of
+) -> Any:
+    """The loss and gradients for targets that are probabilities; the options are those of
     `onchip.oracle.reference.soft_cross_entropy`."""
     layer = Linear(hidden, weight, bias)
     loss = reference.soft_cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
-    return LinearCrossEntropySoftResult(loss, *layer.gradients)
+    return with_gradients({"loss": loss}, layer)
 
 
 def _next(x: npt.NDArray[Any], last: int) -> npt.NDArray[Any]:

@@ -198,7 +198,7 @@ def linear_cross_entropy(
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism).  Each rank
             passes its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight,
             is for the whole vocabulary and the same on each rank; so is the loss, to the bit.  Of soft labels for all
-            entries a rank passes its columns, [..., V_local], as many as its rows of weight; they take backend "plain".
+            entries a rank passes its columns, [..., V_local], as many as its rows of weight.
             DTensors on a mesh of one dimension need no group: a weight with Shard(0), such labels with Shard(-1),
             hidden states with Replicate() or with their tokens sharded.  strategy="stash" with precision="full" raises.
             See the guide docs/guides/vocab_parallel.md.
@@ -302,7 +302,7 @@ def linear_cross_entropy(
     weights = Weights.of(OP, options, None if soft else ids, token_weight, normalizer, class_weight, dtype)
     chosen: str = precision
     if precision == "full":
-        refusal = _refusal(hidden, numbers, kind, dtype, shards)
+        refusal = _refusal(hidden, numbers, kind, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     copied += copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
     if shards.there:
@@ -384,13 +384,9 @@ def _without_last(
     return hidden[..., :-1, :], target, token_weight, tau if tau is None or tau.ndim == 0 else tau[..., :-1]
 
 
-def _refusal(hidden: Tensor, numbers: Tensor | None, kind: str, dtype: torch.dtype, shards: Shards) -> str | None:
+def _refusal(hidden: Tensor, numbers: Tensor | None, kind: str, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    reason = None
-    if numbers is not None and kind == "dense":
-        reason = layout_refusal("target", numbers)
-        if shards.there:
-            reason = "soft labels for all entries take no sharded vocabulary here; pass backend='plain', or K ids"
+    reason = layout_refusal("target", numbers) if numbers is not None and kind == "dense" else None
     return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 

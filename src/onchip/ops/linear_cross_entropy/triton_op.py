@@ -22,6 +22,7 @@ from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import reduce_losses
+from onchip.vocab.torch import dense
 from onchip.vocab.torch.loss import LossOutputs, asked_by, reduced, scaled_rows
 from onchip.vocab.torch.softmax import Asked, TokenStats
 from onchip.vocab.triton import setup, shards
@@ -199,6 +200,8 @@ def _forward_of_shards(call: LinearCrossEntropyCall) -> LinearCrossEntropyTriton
         call.check_ranks()
     if (options.check_inputs or call.device == "cpu") and not call.hidden.is_meta:
         call.tokens(check_values=options.check_inputs)
+    if call.dense:
+        return _forward_of_labels_of_shard(call)
     asked, given = asked_by(options, call.class_weight), _as_kernels_take_it(call)
     weight = setup.flat(call.token_weight) if call.kind == "ids" else None
     plain = call.kind == "ids" and call.class_weight is None and not (asked.entropy or asked.mean_logits)
@@ -251,6 +254,21 @@ def _forward_of_labels(call: LinearCrossEntropyCall, config: TritonPlan, saved: 
     return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
 
 
+def _forward_of_labels_of_shard(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
+    from onchip.vocab.triton import labels
+
+    mine, tokens = dense.local(call), call.tokens(check_values=call.options.check_inputs)
+    options, factor = dense.for_kernels(call.options, call.shards, forward=True)
+    config = _plan(call)
+    saved = setup.make_saved(mine, config)
+    run = setup.make_run(mine, options, saved.vectors, mine.weight_grad_out, mine.class_weight, weight=saved.weight)
+    out = mine.empty_outputs(kernels=True, reduced=False)
+    top = torch.empty_like(out.lse.view(-1)) if options.return_stats else None
+    labels.forward(run, mine, config, saved, labels.labels_of(mine.labels, options.label_smoothing), out, top)
+    sums = dense.sums_of_kernels(options, out, factor, mine.labels, top)
+    return LinearCrossEntropyTritonOutputs(dense.combined(OP, call, sums, tokens), saved)
+
+
 def _reduced(call: LinearCrossEntropyCall, losses: Any) -> Tensor:
     tokens = call.tokens(check_values=False)
     return reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, call.leading)
@@ -259,14 +277,23 @@ def _reduced(call: LinearCrossEntropyCall, losses: Any) -> Tensor:
 def _gradients_of_labels(kept: LinearCrossEntropyTritonKept, grad_loss: Tensor, wanted: Wanted) -> Made:
     """Turn hidden's memory into its gradient."""
     from onchip.vocab.triton import labels
+    from onchip.vocab.triton.exchange import HiddenSum
 
-    call, options, saved = kept.call, kept.call.options, kept.saved
-    row = LOSS.stated(call, _rows, grad_loss)
-    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
+    call, saved, shards_of = dense.local(kept.call), kept.saved, kept.call.shards
+    options, factor = dense.for_kernels(call.options, shards_of)
+    row = LOSS.stated(kept.call, _rows, grad_loss)
     assert kept.mass is not None
-    known = labels.KnownStats(*(x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.mass)))
-    given = labels.labels_of(call.labels, options.label_smoothing)
-    return labels.backward(run, call, kept.config, saved, given, known, row, wanted, add_to=call.weight_grad_out)
+    mass, hidden_sum = kept.mass.reshape(-1), None
+    if shards_of.there:
+        row, mass, hidden_sum = row * factor, mass / factor, HiddenSum(shards_of)
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
+    known = labels.KnownStats(kept.lse.reshape(-1), kept.log_prob.reshape(-1), mass)
+    given = labels.labels_of(call.labels, options.label_smoothing), known, row, wanted
+    hidden, weight, bias = labels.backward(
+        run, call, kept.config, saved, *given, add_to=call.weight_grad_out, hidden_sum=hidden_sum
+    )
+    rows = len(kept.call.weight)
+    return hidden, shards.padded(weight, rows), shards.padded(bias, rows)
 
 
 def _rows(call: LinearCrossEntropyCall, grad_loss: Any) -> Tensor:

@@ -70,6 +70,7 @@ Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
     "teacher_weight",
     "teacher_bias",
     "teacher_logits",
+    unmeasured="teacher_topk",
 )
 def linear_jsd(
     student_hidden: Array,  # [..., Hs]
@@ -260,7 +261,7 @@ def sharded_linear_jsd(
     return _call(ON_MESH, locals())
 
 
-@by_torch("onchip.ops.linear_jsd.torch_op:jsd", "student_logits", "teacher_logits")
+@by_torch("onchip.ops.linear_jsd.torch_op:jsd", "student_logits", "teacher_logits", unmeasured="teacher_topk")
 def jsd(
     student_logits: Array,  # [..., V]
     teacher_logits: Array | None = None,  # [..., V]

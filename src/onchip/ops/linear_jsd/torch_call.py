@@ -74,7 +74,7 @@ class JsdCall(NamedTuple):
     stash: bool  # gradients are made in forward and kept
     grads: tuple[bool, ...]  # for each of `PARAMETERS`
     shards: Shards
-    kernels: bool  # whether ranks run kernels, which take ignored tokens too
+    kernels: bool  # whether kernels run for a sharded vocabulary or a top-k teacher: PyTorch takes all tokens then
 
     @property
     def models(self) -> tuple[JsdModel, JsdModel]:
@@ -106,10 +106,15 @@ class JsdCall(NamedTuple):
         return self.shards.vocab if self.shards.there else self.size
 
     def of_all_tokens(self, *, fake: bool = False) -> "JsdCall":
-        """The call with the hidden states of all ranks' tokens; in a `fake` call these aren't filled."""
-        shards = self.shards
+        """The call with the hidden states of all ranks' tokens; in a `fake` call these aren't filled.  If ranks run
+        kernels, a top-k's ids are in ascending order.
+        """
+        shards, call = self.shards, self
+        if self.kernels and self.indices is not None:
+            indices, order = stated.call(torch.sort, self.indices.to(torch.int64))
+            call = self._replace(indices=indices, values=stated.call(torch.gather, self.values, -1, order))
         if shards.sequence < 0:
-            return self
+            return call
 
         def whole(x: JsdModel) -> JsdModel:
             if x.hidden is None:
@@ -118,7 +123,7 @@ class JsdCall(NamedTuple):
                 return x._replace(hidden=x.hidden.new_empty(shards.whole_shape(x.hidden.shape)))
             return x._replace(hidden=parallel.whole_hidden(x.hidden, shards))
 
-        return self._replace(student=whole(self.student), teacher=whole(self.teacher))
+        return call._replace(student=whole(call.student), teacher=whole(call.teacher))
 
     def new_loss(self) -> Tensor:
         """Memory for the result."""

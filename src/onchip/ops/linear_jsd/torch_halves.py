@@ -69,7 +69,7 @@ def forward(call: JsdCall, tokens: Tokens) -> tuple[Tensor, list[Tensor | None],
         ways = lambda: _softmaxes(call, here), lambda s, t: _terms(call, here, s, t)
         losses, numbers = of_two_models(call, tokens, *ways)
     else:
-        losses, numbers = _of_topk(call, tokens, here)
+        losses, numbers = of_topk(call, tokens, _log_probs(call, here))
     return call.reduced(tokens, losses), nothing, tokens.spread(numbers, (call.number, width(call)))
 
 
@@ -151,40 +151,49 @@ def _with_label(
 # ----------------------------------------------------------------------------------------------------- a top-k teacher
 
 
-def _topk(call: JsdCall, tokens: Tokens) -> tuple[TopK[Tensor], Tensor]:
-    """The top-k of the computed tokens, and its ids [n, K] in this rank's numbering."""
-    teacher = topk_rows(call, tokens, slice(0, tokens.number))
-    ids = teacher.indices - call.shards.start
-    return teacher, ids.masked_fill((ids < 0) | (ids >= call.size), NOWHERE)
+def _here(call: JsdCall, tokens: Tokens) -> Tensor:
+    """The ids [n, K] of the computed tokens, in this rank's numbering."""
+    ids = topk_rows(call, tokens, slice(0, tokens.number)).indices - call.shards.start
+    return ids.masked_fill((ids < 0) | (ids >= call.size), NOWHERE)
 
 
-def _of_topk(call: JsdCall, tokens: Tokens, here: Tokens) -> tuple[Tensor, Tensor]:
-    (teacher, ids), options = _topk(call, tokens), call.options
-    sent = _log_probs(call, here, ids)
+def of_topk(call: JsdCall, tokens: Tokens, sent: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """As `of_two_models`, given what a rank knows by itself (`_log_probs`)."""
+    teacher, options = topk_rows(call, tokens, slice(0, tokens.number)), call.options
     found = parallel.gather(options.op, call.shards, sent, check_values=options.check_inputs)
-    parts, count = found.numbers[0], ids.shape[1]
+    parts, count, rest = found.numbers[0], teacher.indices.shape[1], None
     lse, log_share = parallel.log_sum(parts)
     ls = parallel.log_prob_of(teacher.indices, found, found.numbers[1 : 1 + count], parts, log_share)
     if teacher.rest == "tail":
         others = (found.numbers[1 + count] + log_share).masked_fill(parts == -math.inf, -math.inf)
         rest, _ = parallel.log_sum(others)
-        value, ds = topk_terms(ARRAYS, options, teacher, ls, rest[:, None])
+    value, numbers = topk_numbers(call, teacher, lse, ls, rest)
+    return _with_label(call, tokens, found, value, numbers.unbind(1))
+
+
+def topk_numbers(
+    call: JsdCall, teacher: TopK[Tensor], lse: Tensor, ls: Tensor, rest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The divergence [n], and center, factor and a number for each id, [n, K + 2], from the student's log-sum-exp, the
+    ids' log-probabilities [n, K] and, for a tail, that of all others together.
+    """
+    value, at_ids = topk_terms(ARRAYS, call.options, teacher, ls, None if rest is None else rest[:, None])
+    center, factor = lse, torch.zeros_like(lse)
+    if teacher.rest == "tail":
+        assert rest is not None
         center = lse + rest.masked_fill(rest == -math.inf, 0)
-        factor, at_ids = ds[:, -1], ds[:, :-1]
-    else:
-        value, at_ids = topk_terms(ARRAYS, options, teacher, ls)
-        center, factor = lse, torch.zeros_like(lse)
-        if teacher.rest == "truncated":
-            factor = -at_ids.sum(1)
-            at_ids = ls.exp() * factor[:, None] + at_ids
-    return _with_label(call, tokens, found, value, [center, factor, *at_ids.unbind(1)])
+        factor, at_ids = at_ids[:, -1], at_ids[:, :-1]
+    elif teacher.rest == "truncated":
+        factor = -at_ids.sum(1)
+        at_ids = ls.exp() * factor[:, None] + at_ids
+    return value, torch.cat([center[:, None], factor[:, None], at_ids], 1)
 
 
-def _log_probs(call: JsdCall, here: Tokens, ids: Tensor) -> list[Tensor]:
+def _log_probs(call: JsdCall, here: Tokens) -> list[Tensor]:
     """What a rank knows by itself, [n] each: the student's log-sum-exp, the ids' log-probabilities, with a tail also
     that of all others together, and the numbers for the label that `_with_label` takes.
     """
-    options, asked, tail = call.options, Asked(), call.topk_rest == "tail"
+    options, asked, tail, ids = call.options, Asked(), call.topk_rest == "tail", _here(call, here)
     running, label = Running.empty(ids, here.dtype), Running.empty(here.ids, here.dtype)
     others = torch.full_like(here.weight, -math.inf)
 
@@ -241,7 +250,7 @@ def backward(call: JsdCall, tokens: Tokens, known: Tensor | None, row: Tensor, w
             return of_student(part, z, dz), None if du is None else du * factor
 
         return walk(call, here, of_two, row, wanted)
-    ids, count = _topk(call, tokens)[1], call.indices.shape[-1]
+    ids, count = _here(call, tokens), call.indices.shape[-1]
     soft = TokenGradient(numbers[0], numbers[1], known[:, 2 : 2 + count])
 
     def of_topk(part: slice, z: Tensor) -> tuple[Tensor | None]:

@@ -19,50 +19,38 @@ An H100 has time for some fifty instructions per entry while it reads both model
 the gradient 24, for beta 1/2, which needs no choice of w.
 """
 
-from typing import Any, NamedTuple
-
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, expm1, log1p
+from onchip.kernels.triton.maths import LOG2E, expm1, log1p
 from onchip.ops.linear_jsd import divergence
+from onchip.ops.linear_jsd.triton_rows import (
+    GROUP_OF,
+    HARD_LOG_SUM,
+    INVERSE_SCALE,
+    LABEL_LOG_PROB,
+    LN2,
+    LOG_SUM,
+    MAXIMUM,
+    MEAN,
+    STUDENT,
+    TEACHER,
+    addresses,
+    addresses_of_gradient,
+    groups,
+    log2_probs,
+    store_gradient,
+    sums,
+)
 from onchip.vocab.rows.triton import divided
-from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
+from onchip.vocab.triton.blocks import VOCAB_TILE
 
-# Log-probabilities are at least this, so that no difference of two is NaN; one above INFINITE tells that one of the two
-# probabilities is 0.
-FLOOR = tl.constexpr(-1.0e30)
+# A difference of two log-probabilities above this tells that one of the two probabilities is 0.
 INFINITE = tl.constexpr(1.0e29)
 # KL(t || s), KL(s || t), and the mixture between them.
 FORWARD_KL, REVERSE_KL, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEAR = tl.constexpr(divergence.NEAR)
-LN2 = tl.constexpr(0.6931471805599453)
-GROUP_OF = tl.constexpr(8)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Rows of `stats`, [STATS, T] float32 by position: where each model's rows begin, the rows of a model, and the label's.
-STUDENT, TEACHER = tl.constexpr(0), tl.constexpr(4)
-MAXIMUM, LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 p = (z - maximum) log2(e) / temperature - log_sum
-MEAN = tl.constexpr(2)  # the mean that the gradient subtracts, divided by log(2)
-INVERSE_SCALE = tl.constexpr(3)  # the factor that undoes a kept gradient's scaling
-HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # the student's at temperature 1
-
-
-class JsdLogits(NamedTuple):
-    """A model's logits: tiles as `logit_tiles` leaves them, or without `largest` those that the caller gave."""
-
-    numbers: Any  # [tiles * tile_rows, VOCAB_TILE], or [T, V]
-    stride: Any  # of rows
-    largest: Any  # [tile_rows, tiles] float32, and so on
-    total: Any
-    others: Any
-
-
-class JsdGradient(NamedTuple):
-    """Where the gradient by a model's logits goes: rows of a buffer, or without one those of a matrix [T, V]."""
-
-    out: Any  # None: it is not wanted
-    stride: Any  # of rows
-    buffer: Any  # BufferRows
 
 
 @triton.jit
@@ -72,121 +60,6 @@ def _log2(x):
         return tl.log2(x)
     else:  # noqa: RET505 - without it, Triton compiles what follows for the interpreter too
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def _addresses_of_logits(token, stride, first_tile, TILES: tl.constexpr):
-    """Where a token's row of logits starts, from one block of tiles to the next, and a block's elements from there."""
-    within = tl.arange(0, TILES)[:, None] * VOCAB_TILE + tl.arange(0, VOCAB_TILE)[None, :]
-    return token.to(tl.int64) * stride + first_tile * VOCAB_TILE, TILES * VOCAB_TILE, within
-
-
-@triton.jit
-def _addresses_of_tiles(row, tile_rows, TILES: tl.constexpr):
-    """The same in tiles: from row `row` on, and from one tile to the next `tile_rows` further."""
-    of_tile = tile_rows.to(tl.int64) * VOCAB_TILE
-    within = tl.arange(0, TILES).to(tl.int64)[:, None] * of_tile + tl.arange(0, VOCAB_TILE)[None, :]
-    return row.to(tl.int64) * VOCAB_TILE, of_tile * TILES, within
-
-
-@triton.jit
-def _addresses(model, i, token, tile_rows, first_tile, TILES: tl.constexpr):
-    """Pointers to a token's first block of logits, and how far it is to the next."""
-    if model.largest is None:
-        start, step, within = _addresses_of_logits(token, model.stride, first_tile, TILES)
-    else:
-        start, step, within = _addresses_of_tiles(i, tile_rows, TILES)
-    return model.numbers + start, step, within
-
-
-@triton.jit
-def _addresses_of_gradient(gradient, at, token, first_tile, TILES: tl.constexpr):
-    if gradient.buffer is None:
-        start, step, within = _addresses_of_logits(token, gradient.stride, first_tile, TILES)
-    else:
-        row = buffer_row(first_tile, at, gradient.buffer, first_tile)
-        apart = buffer_row(first_tile + 1, at, gradient.buffer, first_tile) - row
-        start, step, within = _addresses_of_tiles(row, apart, TILES)
-    return gradient.out + start, step, within
-
-
-@triton.jit
-def _log2_probs(source, within, model, i, j, v, tiles, V, scale, maximum, log2_sum):
-    """log2 of a token's probabilities in a block of tiles, at least FLOOR, and z - maximum, [TILES, VOCAB_TILE]."""
-    if model.largest is None:
-        below = tl.load(source + within, mask=v < V, other=float("-inf")).to(tl.float32) - maximum
-        x = below * scale - log2_sum
-    else:
-        mine = j < tiles
-        x = tl.load(source + within, mask=mine[:, None], other=0.0).to(tl.float32)
-        top = tl.load(model.largest + i.to(tl.int64) * tiles + j, mask=mine, other=LOWEST) - maximum
-        below = x + top[:, None]
-        x = x * scale + (top * scale - log2_sum)[:, None]
-    return tl.maximum(x, FLOOR, propagate_nan=tl.PropagateNan.ALL), below
-
-
-@triton.jit
-def _groups(x):
-    """[TILES, VOCAB_TILE] as groups of neighbours, one sum of which takes fewer registers."""
-    return tl.reshape(x, (x.shape[0] * x.shape[1] // GROUP_OF, GROUP_OF))
-
-
-@triton.jit
-def _sums_of_tiles(model, i, tiles, inverse_temperature, HARD: tl.constexpr):
-    """Of one token: its largest logit, the sum of exponentials at the temperature, and, but for the label, at 1."""
-    lane = tl.arange(0, 256)
-    row = i.to(tl.int64) * tiles
-    top = tl.full((256,), LOWEST, tl.float32)
-    for start in range(0, tiles, 256):
-        j = start + lane
-        top = tl.maximum(top, tl.load(model.largest + row + j, mask=j < tiles, other=LOWEST))
-    maximum = tl.max(top, 0)
-    soft = tl.zeros((256,), tl.float32)
-    hard = tl.zeros((256,), tl.float32)
-    for start in range(0, tiles, 256):
-        j = start + lane
-        drop = tl.load(model.largest + row + j, mask=j < tiles, other=LOWEST) - maximum
-        decay = tl.exp2(drop * (inverse_temperature * LOG2E))
-        soft += tl.load(model.total + row + j, mask=j < tiles, other=0.0) * decay
-        if HARD:
-            hard += tl.load(model.others + row + j, mask=j < tiles, other=0.0) * tl.exp2(drop * LOG2E)
-    return maximum, tl.sum(soft, 0), tl.sum(hard, 0)
-
-
-@triton.jit
-def _sums_of_logits(model, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr):
-    """The same of logits that exist, in one reading: each group has a maximum of its own."""
-    c = tl.arange(0, VOCAB_TILE)
-    scale = inverse_temperature * LOG2E
-    top = tl.full((TILES * VOCAB_TILE // GROUP_OF,), LOWEST, tl.float32)
-    soft = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-    hard = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-    row = model.numbers + token.to(tl.int64) * model.stride
-    for start in range(0, tiles, TILES):
-        v = (start + tl.arange(0, TILES))[:, None] * VOCAB_TILE + c[None, :]
-        z = _groups(tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32))
-        new = tl.maximum(top, tl.max(z, 1))
-        drop = top - new
-        z -= new[:, None]
-        soft = soft * tl.exp2(drop * scale) + tl.sum(tl.exp2(z * scale), 1)
-        if HARD:
-            e = tl.where(_groups(v) == y, 0.0, tl.exp2(z * LOG2E))
-            hard = hard * tl.exp2(drop * LOG2E) + tl.sum(e, 1)
-        top = new
-    maximum = tl.max(top, 0)
-    drop = top - maximum
-    soft *= tl.exp2(drop * scale)
-    hard *= tl.exp2(drop * LOG2E)
-    return maximum, tl.sum(soft, 0), tl.sum(hard, 0)
-
-
-@triton.jit
-def _sums(model, i, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr):
-    if model.largest is None:
-        maximum, soft, hard = _sums_of_logits(model, token, V, y, tiles, inverse_temperature, HARD, TILES)
-    else:
-        maximum, soft, hard = _sums_of_tiles(model, i, tiles, inverse_temperature, HARD)
-    return maximum, tl.log2(soft), hard
 
 
 @triton.jit
@@ -273,11 +146,6 @@ def _gradient(log_own, log_other, mean, beta, DIFFERENCE: tl.constexpr, KL: tl.c
 
 
 @triton.jit
-def _store_gradient(gradient, into, g, j, v, tiles, V):
-    tl.store(into, g.to(gradient.out.dtype.element_ty), mask=v < V if gradient.buffer is None else (j < tiles)[:, None])
-
-
-@triton.jit
 def _inverse_scale(bound):
     """The inverse of the power of two that takes `bound` to below 2^14: float16's range is short."""
     return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
@@ -338,22 +206,22 @@ def divergence_rows(
     lane = tl.arange(0, TILES)
     blocks = tl.cdiv(tiles, TILES)
     if student_gradient.out is not None:
-        s_out, s_out_step, s_out_within = _addresses_of_gradient(student_gradient, at, token, first_tile, TILES)
+        s_out, s_out_step, s_out_within = addresses_of_gradient(student_gradient, at, token, first_tile, TILES)
     if teacher_gradient.out is not None:
-        t_out, t_out_step, t_out_within = _addresses_of_gradient(teacher_gradient, at, token, first_tile, TILES)
+        t_out, t_out_step, t_out_within = addresses_of_gradient(teacher_gradient, at, token, first_tile, TILES)
     if there:
         y = tl.load(label + at)
         scale = inverse_temperature * LOG2E
-        student_row, s_step, s_within = _addresses(student, i, token, tile_rows, first_tile, TILES)
-        teacher_row, t_step, t_within = _addresses(teacher, i, token, tile_rows, first_tile, TILES)
+        student_row, s_step, s_within = addresses(student, i, token, tile_rows, first_tile, TILES)
+        teacher_row, t_step, t_within = addresses(teacher, i, token, tile_rows, first_tile, TILES)
         if loss is not None:
             if KNOWN:
                 s_max, s_log, _mean, _inverse = _load_model(stats + STUDENT * T + at, T)
                 t_max, t_log, _mean, _inverse = _load_model(stats + TEACHER * T + at, T)
                 s_others = s_max * 0
             else:
-                s_max, s_log, s_others = _sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
-                t_max, t_log, _others = _sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
+                s_max, s_log, s_others = sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
+                t_max, t_log, _others = sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
             losses = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
             by_ss = losses
             by_ts = losses
@@ -364,22 +232,22 @@ def divergence_rows(
             for block in range(blocks if TERMS else 0):
                 j = block * TILES + lane
                 v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
-                log_s, _z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
-                log_t, _u = _log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
+                log_s, _z = log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
+                log_t, _u = log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
                 student_row += s_step
                 teacher_row += t_step
                 term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near, MODE, EVEN)
-                losses += tl.sum(_groups(term), 1)
+                losses += tl.sum(groups(term), 1)
                 if STUDENT_MEAN:
-                    by_ss += tl.sum(_groups(by_s), 1)
-                    ss += tl.sum(_groups(s), 1)
+                    by_ss += tl.sum(groups(by_s), 1)
+                    ss += tl.sum(groups(s), 1)
                 if TEACHER_MEAN:
-                    by_ts += tl.sum(_groups(by_t), 1)
-                    ts += tl.sum(_groups(t), 1)
+                    by_ts += tl.sum(groups(by_t), 1)
+                    ts += tl.sum(groups(t), 1)
                 if STUDENT_SCALED:
-                    s_bounds = tl.maximum(s_bounds, tl.max(_groups(tl.maximum(tl.abs(by_s), s)), 1))
+                    s_bounds = tl.maximum(s_bounds, tl.max(groups(tl.maximum(tl.abs(by_s), s)), 1))
                 if TEACHER_SCALED:
-                    t_bounds = tl.maximum(t_bounds, tl.max(_groups(tl.maximum(tl.abs(by_t), t)), 1))
+                    t_bounds = tl.maximum(t_bounds, tl.max(groups(tl.maximum(tl.abs(by_t), t)), 1))
             value = tl.sum(losses, 0) * LN2
             s_mean = value * 0
             t_mean = value * 0
@@ -457,31 +325,31 @@ def divergence_rows(
                 teacher_row -= t_step
                 j = (blocks - 1 - back) * TILES + lane
                 v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
-                log_s, z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
-                log_t, _u = _log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
+                log_s, z = log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
+                log_t, _u = log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
                 if student_gradient.out is not None:
                     g = s_factor * _gradient(log_s, log_t, s_mean, beta, MODE == FORWARD_KL, MODE == REVERSE_KL, EVEN)
                     if HARD:
                         p = hard_factor * tl.exp2((z - hard_log) * LOG2E)
                         g += tl.where(v == y, at_label, p)
                     s_out -= s_out_step
-                    _store_gradient(student_gradient, s_out + s_out_within, g, j, v, tiles, V)
+                    store_gradient(student_gradient, s_out + s_out_within, g, j, v, tiles, V)
                 if teacher_gradient.out is not None:
                     g = t_factor * _gradient(
                         log_t, log_s, t_mean, 1 - beta, MODE == REVERSE_KL, MODE == FORWARD_KL, EVEN
                     )  # fmt: skip
                     t_out -= t_out_step
-                    _store_gradient(teacher_gradient, t_out + t_out_within, g, j, v, tiles, V)
+                    store_gradient(teacher_gradient, t_out + t_out_within, g, j, v, tiles, V)
     elif blank:
         zero = tl.zeros((TILES, VOCAB_TILE), tl.float32)
         for block in range(blocks):
             j = block * TILES + lane
             v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
             if student_gradient.out is not None:
-                _store_gradient(student_gradient, s_out + s_out_within, zero, j, v, tiles, V)
+                store_gradient(student_gradient, s_out + s_out_within, zero, j, v, tiles, V)
                 s_out += s_out_step
             if teacher_gradient.out is not None:
-                _store_gradient(teacher_gradient, t_out + t_out_within, zero, j, v, tiles, V)
+                store_gradient(teacher_gradient, t_out + t_out_within, zero, j, v, tiles, V)
                 t_out += t_out_step
 
 

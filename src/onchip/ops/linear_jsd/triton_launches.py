@@ -12,11 +12,12 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossOptions
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
+from onchip.ops.linear_jsd import triton_topk as topk_kernels
 from onchip.ops.linear_jsd.divergence import nearly_equal
 from onchip.ops.linear_jsd.torch_call import JsdCall
-from onchip.ops.linear_jsd.triton_kernels import JsdGradient, JsdLogits
-from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
+from onchip.ops.linear_jsd.triton_memory import STATS, JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_product import logit_tiles
+from onchip.ops.linear_jsd.triton_rows import FLOOR, JsdGradient, JsdLogits
 from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
@@ -55,7 +56,10 @@ class Pair:
     ids: Tensor  # [T, 1] int64: the targets
     ignore_index: int
     target_logit: Tensor  # [T] float32
-    stats: Tensor  # [STATS, T] float32
+    stats: Tensor  # [STATS, T] float32, and after these what `numbers` has
+    topk: (
+        Tensor | None
+    )  # [T, K] int32: the ids of a top-k teacher, ascending; others than of these logits stand for none
 
     @staticmethod
     def of(call: JsdCall, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
@@ -76,7 +80,14 @@ class Pair:
             elif model.logits is not None:
                 x = stated.converted(model.logits, _rows)
                 given[who] = JsdLogits(x, x.stride(0), None, None, None)
-        return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
+        topk = None if call.indices is None else stated.call(_topk_ids, call.indices, call.shards.start)
+        made = Vectors.unpack(vectors, tokens)
+        return Pair(call, sides, given, made, ids, ignore_index, target_logit, stats, topk)
+
+    @property
+    def numbers(self) -> Tensor:
+        """[T, K + 2] float32, by position: with a top-k teacher, what gradients are made from."""
+        return self.stats[STATS:].view(self.call.number, -1)
 
     @property
     def tiles(self) -> int:
@@ -104,12 +115,16 @@ class Pair:
             self.put_labels(ELSEWHERE)
             # It serves as -inf, but 0 times it isn't NaN.
             elsewhere = self.vectors.label == ELSEWHERE
-            stated.call(Tensor.masked_fill_, self.target_logit, elsewhere, kernels.FLOOR.value)
+            stated.call(Tensor.masked_fill_, self.target_logit, elsewhere, FLOOR.value)
 
 
 def _rows(x: Tensor) -> Tensor:
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _topk_ids(indices: Tensor, start: int) -> Tensor:
+    return (indices.reshape(-1, indices.shape[-1]) - start).to(torch.int32)
 
 
 def _put_labels(label: Tensor, ids: Tensor, order: Tensor, size: int, elsewhere: int | None) -> Tensor:
@@ -185,14 +200,13 @@ def divergence(
     """Losses for some positions, and their logits' gradients; `more` replaces arguments of the call."""
     call, options, beta = pair.call, pair.call.options, pair.call.options.beta
     models = {**pair.given, **made}
+    models.setdefault(1, models[0])  # with a top-k teacher the student's softmax alone is wanted
     arguments: dict[str, Any] = {}
     for k, who in enumerate(("student", "teacher")):
-        to, wanted = into.get(k), any(call.grads_of(k))
-        matrix = to.matrix if isinstance(to, LogitBuffer) else to
-        rows = to.rows if isinstance(to, LogitBuffer) else None
+        wanted = any(call.grads_of(k))
         arguments |= {
             who: models[k],
-            f"{who}_gradient": JsdGradient(matrix, 0 if matrix is None else matrix.stride(0), rows),
+            f"{who}_gradient": _gradient_in(into.get(k)),
             # At the ends one of the gradients is a plain difference, s - t.
             f"{who.upper()}_MEAN": wanted and beta != k,
             # Gradients that are kept need a factor, for float16's range.
@@ -227,3 +241,58 @@ def divergence(
     }
     registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
     return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments | more, _WARPS, registers=registers)
+
+
+def _gradient_in(to: LogitBuffer | Tensor | None) -> JsdGradient:
+    matrix = to.matrix if isinstance(to, LogitBuffer) else to
+    return JsdGradient(
+        matrix, 0 if matrix is None else matrix.stride(0), to.rows if isinstance(to, LogitBuffer) else None
+    )
+
+
+def _of_topk(pair: Pair, made: Mapping[int, JsdLogits], first: int, tiles: int, **more: Any) -> dict[str, Any]:
+    """Arguments of both kernels of a top-k teacher."""
+    assert pair.topk is not None
+    student = {**pair.given, **made}[0]
+    return {
+        **pair.vectors.known,
+        "student": student,
+        "stats": pair.stats,
+        "ids": pair.topk,
+        "first": first,
+        "tiles": tiles,
+        "tile_rows": 0 if student.largest is None else len(student.largest),
+        "T": pair.call.number,
+        "V": pair.call.size,
+        "K": pair.topk.shape[1],
+        "inverse_temperature": 1 / pair.call.options.temperature,
+        "TILES": _TILES,
+        **more,
+    }
+
+
+def topk_log_probs(pair: Pair, made: Mapping[int, JsdLogits], first: int, tokens: int, found: Tensor) -> Launch:
+    """What the student gives the K entries, and the others together, into `found`, given its softmax in `stats`."""
+    tail = pair.call.topk_rest == "tail"
+    arguments = _of_topk(pair, made, first, pair.tiles, found=found, TAIL=tail, BLOCK=32)
+    return Launch(topk_kernels.topk_log_probs, (tokens,), arguments, _WARPS)
+
+
+def topk_gradients(
+    pair: Pair,
+    made: Mapping[int, JsdLogits],
+    first: int,
+    tokens: int,
+    first_tile: int,
+    tiles: int,
+    into: Mapping[int, LogitBuffer | Tensor],
+    row_scale: Tensor | None = None,
+) -> Launch:
+    """The logits' gradients from `pair.numbers`, with arguments as those of `divergence`."""
+    options, pad = pair.call.options, TOKEN_TILE if pair.sides else 1
+    arguments = _of_topk(
+        pair, made, first, tiles, gradient=_gradient_in(into[0]), numbers=pair.numbers, row_scale=row_scale,
+        first_tile=first_tile, soft_weight=options.soft_factor, hard_weight=options.hard_weight,
+        HARD=options.hard_weight > 0, SCALED=pair.call.dtypes[0] == torch.float16, PAD=pad,
+    )  # fmt: skip
+    return Launch(topk_kernels.topk_gradients, (up(tokens, pad),), arguments, _WARPS)

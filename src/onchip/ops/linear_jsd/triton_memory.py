@@ -60,7 +60,8 @@ class JsdSizes:
         self.problem, self.tokens, self.rows = p, p.tokens, up(p.tokens, TOKEN_TILE)
         self.columns, self.any_grad = up(p.vocab, VOCAB_TILE), p.any_grad
         self.casts = self.hidden_rows = self.sums = 0
-        self.vectors = 160 * p.tokens + MIB // 64
+        self.vectors = (160 + 48 * p.topk) * p.tokens + MIB // 64
+        self.numbers = 80 * p.topk  # of a token in a chunk: what PyTorch's operations make of a top-k
         # For each model: bytes of a logit in forward, of a logit's gradient, and, without gradients, of a row of hidden
         # states.
         self.layers: list[tuple[int, int, int]] = []
@@ -81,6 +82,7 @@ class JsdSizes:
         # Least bytes of a token: in a chunk of logits; where it is recomputed, and for each column of that; where its
         # gradient is kept, beyond what the weights' memory holds.
         self.of_token = sum(distance * self.columns + 12 * tiles + row for distance, _, row in self.layers)
+        self.of_token += self.numbers
         self.again_row = sum(row for *_, row in self.layers)
         self.again_column = sum(distance + element for distance, element, _ in self.layers)
         self.of_kept, self.held = (
@@ -110,7 +112,8 @@ class JsdSizes:
 
     def forward(self, token_chunk: int) -> int:
         """Bytes of a chunk's logits."""
-        chunk, size = up(min(token_chunk, self.tokens), TOKEN_TILE), 0
+        chunk = up(min(token_chunk, self.tokens), TOKEN_TILE)
+        size = self.numbers * chunk
         for distance, _, row in self.layers:
             size += block_bytes(distance * chunk * self.columns) + 12 * chunk * (self.columns // VOCAB_TILE)
             size += block_bytes(row * chunk)

@@ -31,9 +31,6 @@ def refusal(call: JsdCall) -> str | None:
         dtypes = [torch.float64]
     reasons = (setup.refusal(device.type, device.index, dtype) for dtype in dtypes)
     reason = next((x for x in reasons if x is not None), None)
-    if reason is None and call.indices is not None:
-        # For a tail they would have to add up all entries except the K; a difference of sums would lose its digits.
-        reason = "it has no kernel for teacher_topk; pass backend='plain'"
     if reason is None and heads and call.grads_of(1)[3]:
         reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='plain' or jsd the logits"
     return reason
@@ -56,7 +53,7 @@ def _plan(call: JsdCall) -> JsdPlan:
 class Left(NamedTuple):
     """What forward leaves for backward; empty if nothing is needed."""
 
-    stats: Tensor  # [STATS, T] float32, by position
+    stats: Tensor  # [STATS, T] float32, by position; with a top-k teacher K + 2 more
     vectors: Tensor  # int32: `Vectors.packed`
     student: TritonSaved
     teacher: TritonSaved
@@ -81,12 +78,12 @@ def _forward(call: JsdCall) -> JsdTritonOutputs:
 
     plan = _plan(call)
     call.check_ranks()
-    call = call.of_all_tokens()
     if call.options.check_inputs or call.first.device.type == "cpu":
         call.tokens(check=True)  # for its checks alone
+    call = call.of_all_tokens()
     made = _memory(call, plan)
     (stats, vectors, *saved) = made.left
-    return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved))
+    return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved, OPERATOR.stated))
 
 
 def _fake(call: JsdCall) -> JsdTritonOutputs:
@@ -106,7 +103,8 @@ def _memory(call: JsdCall, plan: JsdPlan, *, fake: bool = False) -> JsdTritonOut
         made = setup.make_saved(layer, config_of(call.head(who), plan), keep_weight=False, fake=fake)
         return made._replace(vectors=nothing(torch.int32))  # the call's own serve both models
 
-    stats = stated.empty((triton_memory.STATS, call.number), torch.float32, call.first.device)
+    more = 0 if call.indices is None else call.indices.shape[-1] + 2
+    stats = stated.empty((triton_memory.STATS + more, call.number), torch.float32, call.first.device)
     vectors = stated.empty(engine_memory.vector_elements(call.number), torch.int32, call.first.device)
     return JsdTritonOutputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
 

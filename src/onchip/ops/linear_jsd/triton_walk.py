@@ -14,6 +14,7 @@ Nothing here waits for the device, except for other ranks.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,18 @@ from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd import triton_kernels as kernels
+from onchip.ops.linear_jsd import triton_rows as known_rows
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
-from onchip.ops.linear_jsd.triton_launches import ELSEWHERE, Pair, divergence, empty_tiles, logits
+from onchip.ops.linear_jsd.torch_walk import topk_rows
+from onchip.ops.linear_jsd.triton_launches import (
+    ELSEWHERE,
+    Pair,
+    divergence,
+    empty_tiles,
+    logits,
+    topk_gradients,
+    topk_log_probs,
+)
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.parallel import start_sum
@@ -36,22 +47,37 @@ from onchip.vocab.triton.setup import Gradients, TritonSaved
 from onchip.vocab.triton.tiling import VOCAB_TILE
 
 LN2 = math.log(2)
-MODELS = (kernels.STUDENT.value, kernels.TEACHER.value)
-MAXIMUM, LOG_SUM, MEAN = kernels.MAXIMUM.value, kernels.LOG_SUM.value, kernels.MEAN.value
-INVERSE_SCALE = kernels.INVERSE_SCALE.value
-HARD_LOG_SUM, LABEL_LOG_PROB = kernels.HARD_LOG_SUM.value, kernels.LABEL_LOG_PROB.value
+MODELS = (known_rows.STUDENT.value, known_rows.TEACHER.value)
+MAXIMUM, LOG_SUM, MEAN = known_rows.MAXIMUM.value, known_rows.LOG_SUM.value, known_rows.MEAN.value
+INVERSE_SCALE = known_rows.INVERSE_SCALE.value
+HARD_LOG_SUM, LABEL_LOG_PROB = known_rows.HARD_LOG_SUM.value, known_rows.LABEL_LOG_PROB.value
+# What `divergence` is given to make softmaxes alone, or terms as they are.
+UNSCALED = {"soft_weight": 1.0, "hard_weight": 0.0, "STUDENT_SCALED": False, "TEACHER_SCALED": False}
+NO_TERMS = {"TERMS": False, "STUDENT_MEAN": False, "TEACHER_MEAN": False}
+Take = Callable[..., None]
+"""`take(made, first, size, into)` is given the models' logits, for `size` positions from `first` on, and where the
+logits' gradients go, if they are to be made."""
 
 
-def forward(call: JsdCall, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Sequence[TritonSaved]) -> Tensor:
+def forward(
+    call: JsdCall,
+    plan: JsdPlan,
+    stats: Tensor,
+    vectors: Tensor,
+    saved: Sequence[TritonSaved],
+    of_call: Callable[..., Any],  # a function of the call and tensors, stated as one operator: `Operator.stated`
+) -> Tensor:
     """The loss; fills each model's memory, `saved`."""
     pair = Pair.of(call, plan, stated.zero(vectors), stats)
     if call.shards.there:
         stated.refuse("ranks exchange what they know")
-        return _forward_of_shard(pair, plan, saved)
+        return (_forward_of_shard if pair.topk is None else _topk_of_shard)(pair, plan, saved)
+    if pair.topk is not None:
+        return _forward_of_topk(pair, plan, saved, partial(of_call, call))
     loss = stated.zeros(call.number, torch.float32, call.first.device)
     if call.number:
         pair.number_tokens()
-        _chunks_of_tokens(pair, plan, saved, loss, token_weight=setup.flat(call.token_weight))
+        _divergences(pair, plan, saved, loss, token_weight=setup.flat(call.token_weight))
     if call.options.reduction == "none":
         return loss.view(call.shape)
     number, mean = pair.vectors.number, call.options.reduction == "mean"
@@ -63,8 +89,17 @@ def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
     return None if call.normalizer is None else call.divisor(number)
 
 
-def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], loss: Tensor, **more: Any) -> None:
+def _divergences(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], loss: Tensor, **more: Any) -> None:
     """Fill in `loss`, by token, and the tokens' statistics; `more` are arguments of `divergence`."""
+
+    def take(made: Any, first: int, size: int, into: Any) -> None:
+        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, **more).run()
+
+    _chunks_of_tokens(pair, plan, saved, take)
+
+
+def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], take: Take) -> None:
+    """Show all tokens' logits to `take`, a chunk at a time."""
     tokens, chunk, kept = pair.call.number, min(plan.token_chunk, pair.call.number), min(plan.kept, pair.call.number)
     rows, made, buffers = {}, {}, {}
     for who, side in pair.sides.items():
@@ -80,39 +115,28 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], l
             if first == 0 or not whole:
                 pair.gather(who, of_all if whole else part, first)
             logits(pair, pair.sides[who].run, part, made[who], first, 0, pair.tiles).run()
-        into = buffers if first < kept else {}
-        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, **more).run()
+        take(made, first, size, buffers if first < kept else {})
 
 
 def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
     """The loss of the whole vocabulary; leaves all ranks' numbers in the pair's memory."""
     call, options, stats = pair.call, pair.call.options, pair.stats
-    ends, hard, tokens = options.beta in (0, 1), options.hard_weight > 0, call.tokens(check=False)
+    ends, tokens = options.beta in (0, 1), call.tokens(check=False)
     if call.number:
         pair.number_tokens()
-    position, order = pair.vectors.position.long(), pair.vectors.order.long()
-
-    def by_token(x: Tensor) -> Tensor:
-        """x, indexed by position, as indexed by token; 0 for ignored tokens."""
-        return x[position.clamp(min=0)].masked_fill(position < 0, 0)
+    by_token, order = _by_token(pair), pair.vectors.order.long()
 
     def divergences(**more: Any) -> Tensor:
         """The shard's own divergences, [T], without weights."""
         loss = torch.zeros(call.number, dtype=torch.float32, device=stats.device)
-        unscaled = {"soft_weight": 1.0, "hard_weight": 0.0, "STUDENT_SCALED": False, "TEACHER_SCALED": False}
         if call.number:
-            _chunks_of_tokens(pair, plan, saved, loss, **unscaled, **more)
+            _divergences(pair, plan, saved, loss, **UNSCALED, **more)
         return loss
 
     def softmaxes() -> list[Tensor]:
-        own = divergences(TERMS=ends, STUDENT_MEAN=False, TEACHER_MEAN=False)
+        own = divergences(**NO_TERMS | {"TERMS": ends})
         lses = [stats[of + MAXIMUM] / options.temperature + stats[of + LOG_SUM] * LN2 for of in MODELS]
-        sent = [*map(by_token, lses), *([own] if ends else [])]
-        if hard:
-            there = (pair.ids[:, 0] >= 0) & (pair.ids[:, 0] < call.size)
-            log_prob = by_token(stats[LABEL_LOG_PROB]).masked_fill(~there, 0)
-            sent += [by_token(stats[MODELS[0] + MAXIMUM] + stats[HARD_LOG_SUM]), log_prob]
-        return sent
+        return [*map(by_token, lses), *([own] if ends else []), *_of_label(pair, by_token)]
 
     def put(student: Tensor, teacher: Tensor) -> None:
         """Put the whole vocabulary's log-sum-exps where the kernel reads them.  A row's maximum is replaced by a number
@@ -135,14 +159,126 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -
     for of, total, weight in zip(MODELS, sums, (1.0, 1.0) if ends else (1 - options.beta, options.beta), strict=True):
         stats[of + MEAN] = total[order] / (LN2 * weight)
         # No term is below minus its probability, so a gradient is at most 1 plus twice the sum.
-        bound = (1 + 2 * total[order]) * (options.soft_factor / options.temperature) + options.hard_weight
-        stats[of + INVERSE_SCALE] = torch.exp2(bound.clamp(min=1e-30).log2().floor() - 13)
-    if hard:
-        stats[HARD_LOG_SUM] = numbers[order, 4] - stats[MODELS[0] + MAXIMUM]
-        stats[LABEL_LOG_PROB] = numbers[order, 5]
-    if call.number:
-        pair.put_labels(ELSEWHERE)
+        stats[of + INVERSE_SCALE] = _inverse_scale(call, 1 + 2 * total[order])
+    _put_label(pair, numbers, order)
     return call.reduced(tokens, losses)
+
+
+def _inverse_scale(call: JsdCall, bound: Tensor) -> Tensor:
+    """What undoes the scaling of float16 gradients, given a bound on those of the divergence."""
+    bound = bound * (call.options.soft_factor / call.options.temperature) + call.options.hard_weight
+    return torch.exp2(bound.clamp(min=1e-30).log2().floor() - 13)
+
+
+def _by_token(pair: Pair) -> Callable[[Tensor], Tensor]:
+    """A function that takes what is indexed by position, and returns it indexed by token; 0 for ignored tokens."""
+    position = pair.vectors.position.long()
+
+    def by_token(x: Tensor) -> Tensor:
+        return x[position.clamp(min=0)].masked_fill((position < 0).view(-1, *[1] * (x.ndim - 1)), 0)
+
+    return by_token
+
+
+def _of_label(pair: Pair, by_token: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """With hard labels: a shard's log-sum-exp at temperature 1, and what it gives the label, by token."""
+    stats, label = pair.stats, pair.ids[:, 0]
+    if pair.call.options.hard_weight == 0:
+        return []
+    there = (label >= 0) & (label < pair.call.size)
+    log_prob = by_token(stats[LABEL_LOG_PROB]).masked_fill(~there, 0)
+    return [by_token(stats[MODELS[0] + MAXIMUM] + stats[HARD_LOG_SUM]), log_prob]
+
+
+def _put_label(pair: Pair, numbers: Tensor, order: Tensor) -> None:
+    """Leave the whole vocabulary's numbers for the label, the last two, and who has it."""
+    if pair.call.options.hard_weight > 0:
+        pair.stats[HARD_LOG_SUM] = numbers[order, -2] - pair.stats[MODELS[0] + MAXIMUM]
+        pair.stats[LABEL_LOG_PROB] = numbers[order, -1]
+    if pair.call.number:
+        pair.put_labels(ELSEWHERE)
+
+
+# ----------------------------------------------------------------------------------------------------- a top-k teacher
+
+
+def _forward_of_topk(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], of_call: Callable[..., Any]) -> Tensor:
+    """The loss; PyTorch's operations make it, and what gradients are made from, of each chunk of tokens."""
+    call, stats = pair.call, pair.stats
+    losses = stated.zeros(call.number, torch.float32, stats.device)
+
+    def gradients(found: Tensor, made: Any, first: int, size: int, into: Any) -> None:
+        part = slice(first, first + size)
+        given = found[part], pair.vectors.order[part], stats[:, part]
+        out = pair.numbers[part], losses[part], stats[MODELS[0] + INVERSE_SCALE, part]
+        for x, to in zip(of_call(_numbers_of_topk, *given), out, strict=True):
+            stated.call(Tensor.copy_, to, x)
+        if into:
+            topk_gradients(pair, made, first, size, 0, pair.tiles, into).run()
+
+    _topk_chunks(pair, plan, saved, gradients)
+    loss: Tensor = of_call(_reduced, losses, pair.vectors.position)
+    return loss
+
+
+def _numbers_of_topk(call: JsdCall, *tensors: Any) -> list[Tensor]:
+    """`Pair.numbers`, the losses without weights, and the inverse of a kept gradient's scale, for some positions."""
+    found, order, stats = tensors
+    all_tokens = topk_rows(call, call.tokens(check=False), slice(0, call.number))
+    rows = all_tokens._replace(indices=all_tokens.indices[order], values=all_tokens.values[order])
+    value, numbers = torch_halves.topk_numbers(call, rows, stats[LOG_SUM] * LN2, found[:, :-1], found[:, -1])
+    losses = value * call.options.soft_factor - call.options.hard_weight * stats[LABEL_LOG_PROB]
+    return [numbers, losses, _inverse_scale(call, numbers[:, 1:].abs().amax(1))]
+
+
+def _reduced(call: JsdCall, losses: Any, position: Any) -> Tensor:
+    losses = losses[position.clamp(min=0)].masked_fill(position < 0, 0)
+    return call.reduced(call.tokens(check=False), losses)
+
+
+def _topk_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
+    """The loss of the whole vocabulary; leaves what gradients are made from in the pair's memory."""
+    call, stats, tokens = pair.call, pair.stats, pair.call.tokens(check=False)
+    found = _topk_chunks(pair, plan, saved, lambda *_: None)
+    by_token, order = _by_token(pair), pair.vectors.order.long()
+    below = stats[MODELS[0] + MAXIMUM] / call.options.temperature
+    known = by_token(found).unbind(1)
+    known = known if call.topk_rest == "tail" else known[:-1]
+    sent = [by_token(below + stats[MODELS[0] + LOG_SUM] * LN2), *known, *_of_label(pair, by_token)]
+    losses, numbers = torch_halves.of_topk(call, tokens, sent)
+    pair.numbers.copy_(numbers[order, : pair.numbers.shape[1]])
+    pair.numbers[:, 0] -= below
+    stats[MODELS[0] + INVERSE_SCALE] = _inverse_scale(call, pair.numbers[:, 1:].abs().amax(1))
+    _put_label(pair, numbers, order)
+    return call.reduced(tokens, losses)
+
+
+def _topk_chunks(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], after: Callable[..., None]) -> Tensor:
+    """What the student gives the K entries and all others, [T, K + 1] by position, and its softmax in `stats`.
+    `after` is called with it for each chunk, and with the arguments of `Take`.
+    """
+    call, device, ids = pair.call, pair.stats.device, pair.call.indices
+    assert ids is not None
+    found = stated.zeros((call.number, ids.shape[-1] + 1), torch.float32, device)
+    unused = stated.empty(call.number, torch.float32, device)
+
+    def take(made: Any, first: int, size: int, into: Any) -> None:
+        of_student: dict[str, Any] = UNSCALED | NO_TERMS
+        divergence(pair, made, first, size, 0, pair.tiles, {}, loss=unused, **of_student).run()
+        topk_log_probs(pair, made, first, size, found).run()
+        after(found, made, first, size, into)
+
+    if call.number:
+        pair.number_tokens()
+        _chunks_of_tokens(pair, plan, saved, take)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+def _logit_gradients(pair: Pair, *args: Any, **more: Any) -> Launch:
+    return (divergence if pair.topk is None else topk_gradients)(pair, *args, **more)
 
 
 def backward(
@@ -167,7 +303,7 @@ def backward(
                 made[4 * who + 3] = g = stated.zero(stated.empty_like(model.logits))
                 into[who] = g.view(tokens, g.shape[-1])
         if tokens:
-            divergence(pair, {}, 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
+            _logit_gradients(pair, {}, 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
         return made
     parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
     grads = {
@@ -243,7 +379,8 @@ def _chunks_of_vocabulary(
             made[who] = out._replace(largest=largest)
             logits(pair, pair.sides[who].run, rows, made[who], kept, first, count).run()
         for who, p in products.items() if left else ():
-            divergence(pair, made, kept, left, first, count, {who: p.buffer}, row_scale=row_scales[who]).run()
+            given = made, kept, left, first, count, {who: p.buffer}
+            _logit_gradients(pair, *given, row_scale=row_scales[who]).run()
         for who, p in products.items():
             p.take_hidden(first, count)
             if pair.call.shards.there and first + count == pair.tiles and p.grads.hidden is not None:
@@ -262,8 +399,7 @@ def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tupl
     float16 can't hold a gradient of 1e-8.  So kept gradients were scaled to below 2^14, and here the largest of their
     factors is made 1, so that all stay below that.
     """
-    first = (kernels.STUDENT, kernels.TEACHER)[who].value
-    inverse = pair.stats[first + kernels.INVERSE_SCALE.value]
+    inverse = pair.stats[MODELS[who] + INVERSE_SCALE]
     kept = stated.call(torch.mul, row_scale, inverse) if dtype == torch.float16 else row_scale
     grad_scale = float16_scale(kept, pair.vectors, dtype, largest=1.0)
     if grad_scale is None:

@@ -1,38 +1,12 @@
 """The contract of linear_log_probs and log_probs in NumPy float64, with gradients: the oracle of every test."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.oracle.reference import Array, Indices, Linear, blocks, transform
-
-
-class LogProbsResult(NamedTuple):
-    """log_prob has the shape of the ids, all other values that of hidden without its last dimension."""
-
-    log_prob: Array
-    entropy: Array
-    lse: Array
-    top1: npt.NDArray[np.int64]
-    mean_logits: Array
-    log_sum_sq_probs: Array
-    grad_hidden: Array
-    grad_weight: Array
-    grad_bias: Array
-
-
-class LogitsResult(NamedTuple):
-    """As `LogProbsResult`, of given logits."""
-
-    log_prob: Array
-    entropy: Array
-    lse: Array
-    top1: npt.NDArray[np.int64]
-    mean_logits: Array
-    log_sum_sq_probs: Array
-    grad_logits: Array
+from onchip.ops.linear_log_probs.spec import WantedOutputs
+from onchip.oracle.reference import Linear, Logits, blocks, transform, with_gradients
 
 
 def linear_log_probs(
@@ -41,35 +15,24 @@ def linear_log_probs(
     ids: npt.ArrayLike,  # [...] or [..., K]
     bias: npt.ArrayLike | None = None,  # [V]
     **options: Any,
-) -> LogProbsResult:
-    """Values and gradients; the options are those of `_log_probs`."""
-    layer = Linear(hidden, weight, bias)
-    made = _log_probs(layer.products, layer.backward, np.shape(hidden)[:-1], layer.vocab, ids, **options)
-    return LogProbsResult._make((*made, *layer.gradients))
+) -> Any:
+    """The fields of `WantedOutputs`, and grad_hidden, grad_weight and grad_bias; the options are those of
+    `_log_probs`."""
+    return _log_probs(Linear(hidden, weight, bias), np.shape(hidden)[:-1], ids, **options)
 
 
 def log_probs(
     logits: npt.ArrayLike,  # [..., V]
     ids: npt.ArrayLike,  # [...] or [..., K]
     **options: Any,
-) -> LogitsResult:
-    """Values and the gradient; the options are those of `_log_probs`."""
-    given = np.asarray(logits, np.float64)
-    x = given.reshape(-1, given.shape[-1])
-    grad = np.zeros_like(x)
-
-    def backward(rows: Indices, gradient: Array) -> None:
-        grad[rows] = gradient
-
-    made = _log_probs(lambda rows: x[rows], backward, given.shape[:-1], x.shape[1], ids, **options)
-    return LogitsResult._make((*made, grad.reshape(given.shape)))
+) -> Any:
+    """The fields of `WantedOutputs`, and grad_logits; the options are those of `_log_probs`."""
+    return _log_probs(Logits(logits), np.shape(logits)[:-1], ids, **options)
 
 
 def _log_probs(
-    products: Callable[[Indices], Array],
-    backward: Callable[[Indices, Array], None],
+    of: Linear | Logits,
     shape: tuple[int, ...],
-    vocab: int,
     ids: npt.ArrayLike,
     *,
     ignore_index: int = -100,
@@ -79,18 +42,15 @@ def _log_probs(
     grad_log_prob: npt.ArrayLike = 1.0,  # upstream gradients: a number or [...] or [..., K]
     grad_entropy: npt.ArrayLike = 0.0,  # a number or [...]
     grad_lse: npt.ArrayLike = 0.0,  # a number or [...]
-) -> tuple[Any, ...]:
-    """The values of a `LogProbsResult`, and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy *
-    entropy) + sum(grad_lse * lse).
-
-    `products(rows)` returns [n, V], these tokens' logits before their transform.  `backward(rows, grad)` receives their
-    gradient.
+) -> Any:
+    """The values, log_prob in the ids' shape and all others in the tokens', and the gradients of sum(grad_log_prob *
+    log_prob) + sum(grad_entropy * entropy) + sum(grad_lse * lse).
 
     An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has top1 -1 and 0 in everything
     else, whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its
     token's gradients are NaN, as on a GPU, where raising would have to wait for the device.
     """
-    ids = np.asarray(ids)
+    ids, vocab = np.asarray(ids), of.vocab
     n_tokens = int(np.prod(shape))
     y = ids.reshape(n_tokens, -1 if n_tokens else 1).astype(np.int64)
     tau, g_entropy, g_lse = (
@@ -105,7 +65,7 @@ def _log_probs(
         counted = y[r] != ignore_index
         in_range = (y[r] >= 0) & (y[r] < vocab)
         column = np.where(in_range, y[r], 0)
-        z, slope = transform(products(r), softcap, logit_scale, tau[r])
+        z, slope = transform(of.products(r), softcap, logit_scale, tau[r])
 
         shift = np.maximum(z.max(1), np.finfo(np.float64).min)
         e = np.exp(z - shift[:, None])
@@ -129,6 +89,6 @@ def _log_probs(
         dz = np.zeros_like(z)
         np.add.at(dz, (np.arange(len(r))[:, None], column), np.where(counted, g, 0))
         dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
-        backward(r, dz * slope)
+        of.backward(r, dz * slope)
     by_token = (x.reshape(shape) for x in (entropy, lse, top1, mean_logits, log_sum_sq_probs))
-    return log_prob.reshape(ids.shape), *by_token
+    return with_gradients(WantedOutputs(log_prob.reshape(ids.shape), *by_token)._asdict(), of)

@@ -7,6 +7,8 @@ each rank knows about its own shard's softmax adds up to
     sum_v q_v log p_v = sum_r (sum_v q_v log p_v^(r) + Q_r log(w_r)),    sum_v q_v = sum_r Q_r
 
 with and without class weights.  One all-gather brings this and everything else; backward needs nothing more.
+
+Kernels take what smoothing adds for a part of the labels.  On a shard they spread another amount (`for_kernels`).
 """
 
 import math
@@ -74,8 +76,12 @@ def known_of(kept: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def statistics(op: str, call: Any, tokens: Tokens) -> LossOutputs:
     """What a layer's operator returns."""
-    mine = _local(call)
-    config = _plan(mine, tokens)
+    mine = local(call)
+    config, kernels = _plan(mine, tokens), call.kernels
+    if kernels:  # other ranks run them, and this one has no entries
+        options = replace(call.options, label_smoothing=0.0)
+        sums = dense_sums(mine.layer, options, tokens, config, mine.labels, None)
+        return combined(op, call, sums, tokens)._replace(largest=torch.zeros_like(call.ids))
     given = tokens, config, mine.labels, call.class_weight
     return outputs_of(call, dense_stats(op, mine.layer, call.options, call.shards, *given), tokens)
 
@@ -86,7 +92,7 @@ def _plan(mine: Any, tokens: Tokens) -> ChunkConfig:
     return config
 
 
-def _local(call: Any) -> Any:
+def local(call: Any) -> Any:
     """The call on this rank's shard, without padding: as `parallel.local`, with its part of everything else that is per
     entry.
     """
@@ -105,7 +111,7 @@ def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.G
     """The gradients of a layer, from what is kept of its `LossOutputs` and the upstream gradient of the reduced
     loss.
     """
-    options, shards, mine, known = call.options, call.shards, _local(call), known_of(kept)
+    options, shards, mine, known = call.options, call.shards, local(call), known_of(kept)
     layer, out, whole = mine.layer, mine.weight_grad_out, Whole.of(call.vocab, call.class_weight)
     each = tokens.upstream(grad_loss, options.reduction)
     row, grad_scale = scaled_rows(tokens, options, each, call.operand, known[-1])
@@ -125,8 +131,9 @@ def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.G
             summed = parallel.start_sum(shards, into.hidden.view(mine.hidden.shape))
         into.add_weight(g, operand, tokens.rows(layer.hidden, t0, t1), t0, 0, into.weight)
     hidden = None if into.hidden is None else into.hidden.view(mine.hidden.shape)
-    if hidden is not None:
-        hidden = (summed or parallel.start_sum(shards, hidden))()  # where there was no product at all
+    if hidden is not None and summed is None:  # there was no product at all
+        summed = parallel.start_sum(shards, hidden.to(mine.hidden.dtype) if call.kernels else hidden)
+    hidden = None if summed is None else summed()
     made: list[Tensor | None] = []
     for x, dtype in zip((hidden, into.weight, into.bias), mine.dtypes, strict=True):
         x = x if x is None or grad_scale is None else x.div_(grad_scale)
@@ -301,6 +308,48 @@ def dense_gradient(
 
 
 # ------------------------------------------------------------------------------------------------------------ shards
+
+
+def for_kernels(options: Any, shards: Shards, *, forward: bool = False) -> tuple[Any, float]:
+    """The options with which kernels run on this rank's entries, in `forward` or in backward, and the factor of the
+    labels, of their loss and of its gradient.
+    """
+    return maths.of_shard(options, shards.rows, shards.vocab, value=forward) if shards.there else (options, 1.0)
+
+
+def sums_of_kernels(
+    options: Any, out: LossOutputs, factor: float, labels: Tensor, top: Tensor | None = None, low: Tensor | None = None
+) -> DenseSums:
+    """The sums over a shard, from what kernels made of its labels [..., rows] without a z-loss.  `top`: the largest
+    logits, for return_stats.  `low`: what their log-sum-exps were rounded by.
+    """
+    given = out.loss, out.lse, out.log_prob, out.mass, out.entropy, out.argmax, out.expected
+    value, lse, less, mass, entropy, argmax, expected = (None if x is None else x.reshape(-1) for x in given)
+    assert value is not None
+    assert lse is not None
+    assert less is not None
+    assert mass is not None
+    total = largest = likeliest = None
+    if options.return_stats:
+        assert expected is not None
+        total = labels.sum(-1, dtype=lse.dtype).view(-1)
+        largest, likeliest = (x.reshape(-1) for x in labels.max(-1))
+        largest = largest.to(lse.dtype)
+        expected = torch.where(total == 0, 0, expected)
+    argmax = torch.zeros_like(lse, dtype=torch.int64) if argmax is None else argmax
+    # A shard that is all out of the vocabulary has no softmax of its own, nor costs without labels.
+    cost = torch.where(mass == 0, 0, value * -factor)
+    softmax = TokenStats(lse, less.log1p()[:, None], argmax, entropy, None, None, None, None, top, low)
+    return DenseSums(softmax, cost, mass * factor, expected, total, largest, likeliest)
+
+
+def combined(op: str, call: Any, mine: DenseSums, tokens: Tokens) -> LossOutputs:
+    """What an operator of kernels returns, from what each rank knows about its own shard."""
+    options = replace(call.options, label_smoothing=0.0)  # which is in the labels
+    sums, log_share = _exchanged(op, call.shards, options, mine, None)
+    less = (mine.softmax.log_prob + log_share[:, None]).expm1()
+    made = _stats_of_sums(options, sums, less, mine.softmax.argmax)
+    return outputs_of(call, made, tokens)._replace(largest=None)
 
 
 def _exchanged(

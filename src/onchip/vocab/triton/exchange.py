@@ -17,8 +17,11 @@ from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab.torch import parallel
+from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import launches, vectors
-from onchip.vocab.triton.records import Run, TokenSoftmax
+from onchip.vocab.triton.products import Products
+from onchip.vocab.triton.records import PositionTerms, Run, TokenSoftmax
+from onchip.vocab.triton.setup import Gradients
 from onchip.vocab.triton.tiling import VECTOR
 
 # Numbers of a rank in front of its tokens': where its shard begins, and how many rows it has.
@@ -53,6 +56,27 @@ class HiddenSum:
 
     def __init__(self, shards: Shards) -> None:
         self._collective = _Collective(shards)
+
+    def apart(self, grads: Gradients) -> Gradients:
+        """The gradients with memory of its own for hidden's: not that of hidden's rows, which the weight's products
+        read.
+        """
+        return grads if grads.hidden is None else grads._replace(hidden=stated.empty_like(grads.hidden))
+
+    def begin_with(self, products: Products, layer: Layer, terms: PositionTerms | None = None) -> None:
+        """Make hidden's gradient, and begin."""
+        if products.grads.hidden is not None:
+            products.finish(terms)
+            self.begin(products.grads.hidden.view(layer.hidden.shape))
+
+    def complete(self, grads: Gradients, layer: Layer) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden, weight and bias that are in no memory of forward's or of the caller's."""
+        _, weight, bias = grads.made(layer.dtypes[2])
+        if grads.hidden is None:
+            return None, weight, bias
+        if layer.number == 0:
+            self.begin(grads.hidden.view(layer.hidden.shape))
+        return self.wait(), weight, bias
 
     def begin(self, gradient: Tensor) -> None:
         self._given, self._out = gradient, stated.call(self._collective.sum, gradient)

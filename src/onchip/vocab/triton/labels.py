@@ -19,6 +19,7 @@ from onchip.vocab.torch.loss import LossOutputs
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.blocks import odd
+from onchip.vocab.triton.exchange import HiddenSum
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.records import Labels, Partials, Picked, PositionTerms, Run
@@ -53,10 +54,16 @@ def labels_of(values: Tensor | None, smoothing: float) -> Labels:
 
 
 def forward(
-    run: Run, call: LinearCall, config: TritonPlan, saved: TritonSaved, labels: Labels, out: LossOutputs
+    run: Run,
+    call: LinearCall,
+    config: TritonPlan,
+    saved: TritonSaved,
+    labels: Labels,
+    out: LossOutputs,
+    top: Tensor | None = None,
 ) -> None:
-    """Fill `out` with the loss of each token, without its weight, and with what kernels make; leave what backward needs
-    in `saved`.
+    """Fill `out` with the loss of each token, without its weight, and with what kernels make, and `top` [T] with the
+    largest logits; leave what backward needs in `saved`.
     """
     run, tokens, device = _cut(run), run.tokens, run.weight.device
     stated.zero(run.vectors.packed)
@@ -87,6 +94,9 @@ def forward(
             BLOCK_T=16,
             BLOCK=256,
         ).run()
+        if top is not None:
+            part = top[first : first + len(rows)]
+            torch.amax(partials.maximum[:, : len(part)], 0, out=part)
 
 
 def backward(
@@ -100,9 +110,14 @@ def backward(
     wanted: Sequence[bool],
     *,
     add_to: Tensor | None = None,
+    hidden_sum: HiddenSum | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `walks.backward`: turn `saved` into hidden's gradient, and return the gradients of weight and bias."""
+    """As `walks.backward`: turn `saved` into hidden's gradient, and return the gradients of weight and bias; with
+    `hidden_sum` hidden's too.
+    """
     run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
+    if hidden_sum is not None:
+        grads = hidden_sum.apart(grads)
     if run.tokens > 0:
         scale = float16_scale(stated.call(_with_mass, row, known.mass), run.vectors, run.dtype)
         row = stated.converted(row, Tensor.contiguous) if scale is None else stated.call(torch.mul, row, scale)
@@ -127,9 +142,12 @@ def backward(
         for first, tiles in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             recomputed.again(first_tile=first, chunk_tiles=tiles).run()
             products.take_hidden(first, tiles)
+            if hidden_sum is not None and first + tiles == run.vocab_tiles:
+                hidden_sum.begin_with(products, call)
             products.take_chunk(first, tiles)
-        products.finish()
-    return grads.made(call.dtypes[2])
+        if hidden_sum is None:
+            products.finish()
+    return grads.made(call.dtypes[2]) if hidden_sum is None else hidden_sum.complete(grads, call)
 
 
 def _with_mass(row: Tensor, mass: Tensor) -> Tensor:

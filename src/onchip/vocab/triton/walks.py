@@ -385,9 +385,8 @@ def backward(
     over all ranks as soon as it is there, during the weight's products.
     """
     tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
-    if hidden_sum is not None and grads.hidden is not None:
-        # Not in the memory of hidden's rows, which the weight's products read.
-        grads = grads._replace(hidden=stated.empty_like(grads.hidden))
+    if hidden_sum is not None:
+        grads = hidden_sum.apart(grads)
     if tokens > 0:
         ids = _ids(call)
         held = tokens if config.in_forward else config.kept
@@ -406,7 +405,7 @@ def backward(
         first = next(chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE))
         recomputed = launches.gradient(run, products.rows, terms, buffer, *first).fixed() if kept < tokens else None
         if recomputed is None and hidden_sum is not None:
-            _finish_and_sum(products, terms, hidden_sum, call)
+            hidden_sum.begin_with(products, call, terms)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if recomputed is not None:
                 recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
@@ -416,25 +415,13 @@ def backward(
                     launches.write(run, buffer, label, entry, (kept, tokens), *chunk).run()
             products.take_hidden(*chunk)
             if recomputed is not None and hidden_sum is not None and sum(chunk) == run.vocab_tiles:
-                _finish_and_sum(products, terms, hidden_sum, call)
+                hidden_sum.begin_with(products, call, terms)
             products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
         if hidden_sum is None:
             products.finish(terms)
-    _, weight, bias = grads.made(call.dtypes[2])
-    if hidden_sum is None or grads.hidden is None:
-        return None, weight, bias
-    if tokens == 0:
-        hidden_sum.begin(grads.hidden.view(call.hidden.shape))
-    return hidden_sum.wait(), weight, bias
-
-
-def _finish_and_sum(products: Products, terms: PositionTerms, hidden_sum: HiddenSum, call: LinearCall) -> None:
-    """Make hidden's gradient, and begin to sum it over all ranks."""
-    if products.grads.hidden is not None:
-        products.finish(terms)
-        hidden_sum.begin(products.grads.hidden.view(call.hidden.shape))
+    return grads.made(call.dtypes[2]) if hidden_sum is None else hidden_sum.complete(grads, call)
 
 
 def _scale_sums(
