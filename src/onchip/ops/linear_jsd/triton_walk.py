@@ -246,7 +246,7 @@ def _topk_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> T
     known = known if call.topk_rest == "tail" else known[:-1]
     sent = [by_token(below + stats[MODELS[0] + LOG_SUM] * LN2), *known, *_of_label(pair, by_token)]
     losses, numbers = torch_halves.of_topk(call, tokens, sent)
-    pair.numbers.copy_(numbers[order, : pair.numbers.shape[1]])
+    pair.numbers[:] = numbers[order, : pair.numbers.shape[1]]
     pair.numbers[:, 0] -= below
     stats[MODELS[0] + INVERSE_SCALE] = _inverse_scale(call, pair.numbers[:, 1:].abs().amax(1))
     _put_label(pair, numbers, order)
