@@ -34,10 +34,12 @@ def run_script(script, arguments, environment, seconds):
         process = multiprocessing.get_context("forkserver").Process(target=_called, args=given)
         process.start()
         process.join(seconds)
-        if process.is_alive():
+        late = process.is_alive()
+        if late:
             process.kill()
             process.join()
-        return process.exitcode, *(x.read_text() if x.exists() else "" for x in streams)
+        said, errors = (x.read_text() if x.exists() else "" for x in streams)
+        return process.exitcode, said, errors + f"\nkilled after {seconds} s" * late
 
 
 def _ready():

@@ -14,7 +14,7 @@ from onchip.ops.linear_jsd.mosaic_kernels import LN2, LOG2E, JsdSoftmax, JsdTerm
 def softmax(logits, token, label, temperature):
     """What isn't written is NaN."""
     x, scale, others = logits.astype(jnp.float32), LOG2E / temperature, None
-    top = x.max(1)
+    top = jnp.maximum(x.max(1), mosaic_kernels.LOWEST)
     below = x - top[:, None]
     log_sum = jnp.log2(jnp.exp2(below * scale).sum(1))
     if label is not None:

@@ -131,7 +131,8 @@ def cross_entropy(
             [...], class_weight [V] in float32 or logits' dtype.
         label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise; temperature is
             a number or [...].
-        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
+        backend: "mosaic_gpu" (kernels for Hopper), "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as
+            in `linear_cross_entropy`) or "auto", which takes plain JAX for labels of every entry.
         scratch_bytes: bound on the temporary memory, not counting the gradient, in one of the forms that
             `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
             at least what a useful chunk of rows needs.

@@ -405,6 +405,12 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
     static = static if static.shard is None else static._replace(size=static.shard.size)
     rows = tuple(map(flat, models))
     refused = {"mosaic_gpu": mosaic_walk.refusal(static, rows, constants), "xla": None}
+    if static.backend == "auto" and refused["mosaic_gpu"] is None:
+        try:
+            of_student = jax.tree.map(lambda _: True, rows[0]), none_of(rows)[1]
+            mosaic_walk.plan(static, of_student, rows, constants)
+        except ValueError as error:  # of a budget that may be enough for plain JAX
+            refused["mosaic_gpu"] = str(error)
     elsewhere = () if static.shard else ("triton",)
     static = static._replace(backend=choose_backend(static.options.op, static.backend, refused, elsewhere))
     if static.backend == "mosaic_gpu":

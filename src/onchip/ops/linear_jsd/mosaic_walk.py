@@ -269,7 +269,10 @@ def _rest_zero(tokens: CountedTokens, chunk: int, kept: Any) -> Any:
     """What is kept, with zeros in the chunks that have no token: products read them."""
 
     def chunk_of_zeros(i: Any, kept: Any) -> Any:
-        return jax.tree.map(lambda x: write_rows(x, jnp.zeros((chunk, x.shape[1]), x.dtype), i * chunk), kept)
+        def zeros(x: Array) -> Any:
+            return vary_alike(jnp.zeros((chunk, x.shape[1]), x.dtype), x)
+
+        return jax.tree.map(lambda x: write_rows(x, zeros(x), i * chunk), kept)
 
     chunks = (tokens.number + chunk - 1) // chunk
     return lax.fori_loop(chunks, len(tokens.source) // chunk, chunk_of_zeros, kept)

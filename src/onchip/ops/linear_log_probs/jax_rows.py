@@ -116,7 +116,8 @@ def log_probs(
         scratch_bytes: bound on the temporary memory, not counting results and gradient, in one of the forms that
             `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
             at least what a useful chunk of rows needs.
-        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
+        backend: "mosaic_gpu" (kernels for Hopper), "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as
+            in `linear_cross_entropy`) or "auto".
 
     Returns:
         log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`, as in `linear_log_probs`.  Under

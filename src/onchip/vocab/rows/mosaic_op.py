@@ -88,8 +88,10 @@ def forward(
         best,
         picked=best[:, None] if entries is not None else _picked(logits, call.ids, transform, factor, best),
         weight=jnp.broadcast_to(jnp.sum(call.class_weight), best.shape) if wanted.weighed else None,
-        # -1 for rows in which all logits are -inf, as in plain JAX.
-        argmax=jnp.where(made["argmax"] == mosaic.NO_COLUMN, -1, made["argmax"]) if wanted.argmax else None,
+        # -1 for rows in which all logits are -inf, as in plain JAX, or one is no number.
+        argmax=jnp.where(jnp.isnan(best) | (made["argmax"] == mosaic.NO_COLUMN), -1, made["argmax"])
+        if wanted.argmax
+        else None,
         **summed,
     )
     sums = None
