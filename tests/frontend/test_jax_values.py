@@ -122,3 +122,14 @@ def test_soft_labels_of_k_entries(op):
         assert np.argwhere(np.isnan(jax.jit(loss)(*bad))).tolist() == [[1, 0]]
     assert np.isfinite(loss(indices, values.at[1, 0].set(1e-3))).all()
     assert np.isfinite(loss(indices, values.at[1, 0].set(0.5).astype(jnp.bfloat16))).all()
+
+
+def test_a_jitted_function_takes_top_k_labels():
+    """Its words are static, its arrays are mapped."""
+    topk = TopK(jnp.arange(12).reshape(4, 3), jnp.full((4, 3), 0.2), "probs", "truncated")
+    z = jax.random.normal(jax.random.key(0), (4, V))
+    loss, step = cross_entropy(z, topk), jax.jit(cross_entropy)
+    assert jnp.allclose(step(z, topk), loss)
+    assert jax.tree.structure(topk) != jax.tree.structure(topk._replace(kind="log_probs"))
+    several = jax.tree.map(lambda x: jnp.stack([x, x]), topk)
+    assert jnp.allclose(jax.vmap(step, in_axes=(None, 0))(z, several), loss)

@@ -9,7 +9,6 @@ import numpy as np
 
 from fuzz.draw import Call
 from fuzz.judge import CONSTANTS, named, scratch_budget
-from onchip.frontend.topk import TopK
 
 
 def array(name: str, x: Any, dtype: str | None, call: Call) -> Any:
@@ -30,7 +29,7 @@ def results(
     constants = {n: given[n] for n in CONSTANTS if n in given}
     topk = given.get("teacher_topk")
     if topk is not None:
-        constants["teacher_topk"] = tuple(topk[:2])
+        constants["teacher_topk"] = topk
     if call["traced"]:
         names = ("normalizer",) if call["op"] == "linear_jsd" else tuple(options)
         constants |= {n: jnp.float32(options[n]) for n in names if isinstance(options.get(n), float)}
@@ -44,8 +43,6 @@ def results(
         floats = {
             n: x.swapaxes(-2, -1) if transposed and n.endswith("weight") else x for n, x in (trained | fixed).items()
         }
-        if topk is not None:
-            constants = constants | {"teacher_topk": TopK(*constants["teacher_topk"], *topk[2:])}
         made = named(op(**floats, **constants, **static, **more), next(iter(upstream)))
         return {n: made.pop(n) for n in upstream if n in made}, made
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +13,13 @@ from onchip.frontend.jax_types import LossStats
 from onchip.frontend.jax_values import check_factors, checked_labels, log_probs_or_nan, plain_labels
 from onchip.frontend.options import check_head, check_logits, check_tokens, shapes_of
 from onchip.frontend.topk import TopK
+
+# So that it can be an argument of a jitted function: its words are static.
+jax.tree_util.register_pytree_with_keys(
+    TopK,
+    lambda x: (tuple((jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in ("indices", "values")), (x.kind, x.rest)),
+    lambda words, arrays: TopK(*arrays, *words),
+)
 
 
 def _is_dense(target: Any, of: Any) -> bool:

@@ -25,7 +25,8 @@ class TopK(NamedTuple, Generic[A_co]):
     - "renormalised": both distributions are conditioned on the K entries: s_k / sum(s), t_k / sum(t).  Probability that
       the student puts elsewhere costs nothing.
 
-    As the target of `linear_cross_entropy` or `cross_entropy` it must have rest="truncated".
+    As the target of `linear_cross_entropy` or `cross_entropy` it must have rest="truncated".  In JAX it is a pytree of
+    its two arrays, so jitted functions take it.
 
     Raises:
         ValueError: kind or rest is none of the words below.  The functions that take a `TopK` raise if they can't use
