@@ -41,8 +41,8 @@ KERNEL_CASES = (
         if name != "blocked"
     ),
     *(
-        AttentionCase(f"a head of {size} and {values}", "causal documents", queries=q, keys=k, heads=6, key_heads=2,
-                      size=size, value_size=values)
+        AttentionCase(f"a head of {size} and {values}", "causal documents" if q == k else "causal, last sees last",
+                      queries=q, keys=k, heads=6, key_heads=2, size=size, value_size=values)
         for size, values, q, k in ((136, 72, 300, 300), (144, 128, 129, 257), (160, 8, 1, 1), (192, 64, 799, 3),
                                    (184, 120, 113, 203))
     ),
