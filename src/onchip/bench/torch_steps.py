@@ -92,12 +92,15 @@ def peak_extra_bytes(step: Step, *, device: str) -> int:
     Run the step once before, so that one-time set-up does not count.
     """
     gc.collect()
-    returned, peak = (_cuda_peak if device == "cuda" else _cpu_peak)(step)
-    return max(0, peak - sum(t.numel() * t.element_size() for t in returned))
+    if device != "cuda":
+        returned, peak = _cpu_peak(step)
+        return max(0, peak - sum(t.numel() * t.element_size() for t in returned))
+    # Autograd's threads may free what the last step used only while this one runs, which makes its rise look smaller.
+    return max(_cuda_extra(step) for _ in range(3))
 
 
-def _cuda_peak(step: Step) -> tuple[Sequence[Tensor], int]:
-    """What the step returns, and how far the memory that it asked for rose above its size at the start.
+def _cuda_extra(step: Step) -> int:
+    """How far the memory that the step asked for rose above its size at the start, and above what it returns.
 
     This counts what was asked for, not what was given: the allocator's free blocks can be up to 1 MiB too large.
     """
@@ -106,7 +109,8 @@ def _cuda_peak(step: Step) -> tuple[Sequence[Tensor], int]:
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     returned = step()
     torch.cuda.synchronize()
-    return returned, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    rise = int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+    return max(0, rise - sum(t.numel() * t.element_size() for t in returned))
 
 
 def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
