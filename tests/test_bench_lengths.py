@@ -116,8 +116,11 @@ def test_the_command(tmp_path, monkeypatch):
 
 def test_what_fails_in_its_process_is_told():
     case = tiny("cross_entropy")[1]
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        lengths._in_process(AskedLengths("cross_entropy", case, "nobody", "cpu", "float32", 1), "/nowhere", print)
+    asked = AskedLengths("cross_entropy", case, "nobody", "cpu", "float32", 1)
+    with lengths._Process("/nowhere") as process:
+        process.wait_for_imports()
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            process.measure(asked, print)
 
 
 @pytest.mark.parametrize("given", [{"framework": "jax"}, {"world": 2}])

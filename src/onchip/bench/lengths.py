@@ -1,7 +1,8 @@
 """`onchip bench --suite lengths`: what a user sees if every step has another number of tokens.
 
 Each implementation runs in a process of its own, which begins with empty caches of compiled kernels.  Its first call
-runs again in another process, which finds these caches filled.
+runs again in another process, which finds these caches filled.  All processes of a case import PyTorch at the same
+time, before the first one measures.
 """
 
 import json
@@ -11,7 +12,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,62 +79,94 @@ def run_cases(
         try:
             for case in cases:
                 before = len(outcome.rows)
-                for impl in chosen:
-                    what = f"{case.name}: {impl.name}"
+                refusals = {impl.name: impl.unavailable(device, dtype) for impl in chosen}
+                with ExitStack() as stack:
+                    started = {name: _Processes(stack) for name, reason in refusals.items() if reason is None}
+                    for processes in started.values():
+                        processes.wait_for_imports()
+                    for impl in chosen:
+                        what = f"{case.name}: {impl.name}"
 
-                    def tell(doing: str, what: str = what) -> None:
-                        progress.update(task, advance=1, description=f"{what}, {doing}", refresh=True)
+                        def tell(doing: str, what: str = what) -> None:
+                            progress.update(task, advance=1, description=f"{what}, {doing}", refresh=True)
 
-                    asked = AskedLengths(name, case, impl.name, device, dtype, NUMBER)
-                    try:
-                        if reason := impl.unavailable(device, dtype):
-                            raise RuntimeError(reason)
-                        outcome.rows.extend(_rows(asked, _measure(asked, tell), date))
-                    except RuntimeError as error:
-                        outcome.not_run.append(NotRun(impl.name, case.name, None, str(error)))
+                        asked = AskedLengths(name, case, impl.name, device, dtype, NUMBER)
+                        try:
+                            if reason := refusals[impl.name]:
+                                raise RuntimeError(reason)
+                            outcome.rows.extend(_rows(asked, started[impl.name].measure(asked, tell), date))
+                        except RuntimeError as error:
+                            outcome.not_run.append(NotRun(impl.name, case.name, None, str(error)))
                 report.print_rows([vars(row) for row in outcome.rows[before:]], console)
         except KeyboardInterrupt:
             outcome.stop([x.name for x in cases[cases.index(case) :]])
     return outcome
 
 
-def _measure(asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
-    """What the processes found; raises RuntimeError with the message of a process that failed."""
-    with tempfile.TemporaryDirectory() as caches:
-        found = _in_process(asked, caches, lambda doing: tell(f"empty cache, {doing}"))
+class _Processes:
+    """Two that share their caches of compiled kernels; they end with `stack`."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        caches = stack.enter_context(tempfile.TemporaryDirectory())
+        self.empty, self.filled = (stack.enter_context(_Process(caches)) for _ in range(2))
+
+    def wait_for_imports(self) -> None:
+        self.empty.wait_for_imports()
+        self.filled.wait_for_imports()
+
+    def measure(self, asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
+        """What the processes found; raises RuntimeError with the message of a process that failed."""
+        found = self.empty.measure(asked, lambda doing: tell(f"empty cache, {doing}"))
         first = replace(asked, number=0)
-        found["filled"] = _in_process(first, caches, lambda doing: tell(f"filled cache, {doing}"))["first"]
-    return found
+        found["filled"] = self.filled.measure(first, lambda doing: tell(f"filled cache, {doing}"))["first"]
+        return found
 
 
-def _in_process(asked: AskedLengths, caches: str, tell: Callable[[str], None]) -> dict[str, Any]:
-    of_caches = {f"{name}_CACHE_DIR": str(Path(caches) / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
-    command = [sys.executable, "-m", "onchip.bench.lengths_process"]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | of_caches
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with process.stdin as stdin:
-                pickle.dump(asked, stdin)
-            for line in process.stdout:
-                try:
-                    said = json.loads(line)
-                except ValueError:  # a library's own words
-                    continue
-                if "found" in said:
-                    process.wait()
-                    return dict(said["found"])
-                tell(said["doing"])
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        errors.seek(0)
-        lines = errors.read().strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"its process ended with {process.returncode}")
+class _Process:
+    """A process that imports PyTorch, then waits for what it shall measure."""
+
+    def __init__(self, caches: str) -> None:
+        of_caches = {f"{name}_CACHE_DIR": str(Path(caches) / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "onchip.bench.lengths_process"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=os.environ | of_caches,
+        )  # fmt: skip
+
+    def __enter__(self) -> "_Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        with self.process, suppress(BrokenPipeError):  # waits, and closes the pipes
+            pass
+        self.errors.close()
+
+    def wait_for_imports(self) -> None:
+        """Or until it has ended."""
+        next(self._said(), None)
+
+    def measure(self, asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
+        """What it found; raises RuntimeError with its message if it failed."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
+            pickle.dump(asked, stdin)
+        for said in self._said():
+            if "found" in said:
+                self.process.wait()
+                return dict(said["found"])
+            tell(said["doing"])
+        self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"its process ended with {self.process.returncode}")
+
+    def _said(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(ValueError):  # a library's own words
+                if isinstance(said := json.loads(line), dict):
+                    yield said
 
 
 def _rows(asked: AskedLengths, found: Mapping[str, Any], date: str) -> list[LengthsRow]:

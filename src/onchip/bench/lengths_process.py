@@ -1,7 +1,7 @@
 """One implementation in a process of its own: its first calls, and then calls of ever new lengths.
 
-Run as a module, it reads a pickled `AskedLengths` from standard input and prints lines of JSON: what it is doing and,
-at the end, what it found.
+Run as a module, it imports PyTorch, reads a pickled `AskedLengths` from standard input and prints lines of JSON: that
+it is ready, what it is doing and, at the end, what it found.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from typing import Any
 
 from onchip.bench.harness import BenchedOp
@@ -151,11 +152,12 @@ def measure(asked: AskedLengths, op: BenchedOp, tell: Callable[[str], None]) -> 
 
 
 def main() -> None:
-    asked: AskedLengths = pickle.load(sys.stdin.buffer)
-
     def say(**said: Any) -> None:
         print(json.dumps(said), flush=True)
 
+    import_module("onchip.torch")
+    say(ready=True)
+    asked: AskedLengths = pickle.load(sys.stdin.buffer)
     op = OPS[asked.op].entry("bench:TORCH")
     found: Mapping[str, Any] = measure(asked, op, lambda doing: say(doing=doing))
     say(found=found)
