@@ -335,6 +335,6 @@ SUITES = {
     "by-length": tuple(
         AttentionBenchCase(f"causal-{65536 // tokens}x{tokens}" if tokens < 65536 else f"causal-{tokens}", "causal",
                            tokens, batch=max(1, 65536 // tokens))
-        for tokens in (512, 1024, 2048, 4096, 8192, 32768, 65536, 131072)
+        for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
     ),
 }  # fmt: skip
