@@ -19,6 +19,7 @@ from rich.console import Console
 from onchip.bench import environment, figures, harness, report, run, torch_steps, units
 from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
+from onchip.ops.attention import cases as attention_cases
 from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.linear_cross_entropy import cases
@@ -54,11 +55,11 @@ def interrupt(*_):
 
 class ToyCase(NamedTuple):
     name: str
-    size: int
+    number: int
 
 
 def make(fw, case, device, dtype):
-    return torch.ones(case.size, dtype=getattr(torch, dtype), device=device)
+    return torch.ones(case.number, dtype=getattr(torch, dtype), device=device)
 
 
 class ToyOp(harness.BenchedOp):
@@ -495,6 +496,7 @@ def test_files_of_earlier_versions_can_be_added_to():
         (ce_cases.SUITES["cpu"][0], {"T": 2048, "V": 16384}),
         (jsd_cases.SUITES["cuda"][-1], {"T": 4096, "H": 2048, "teacher_H": 4096, "V": 128256}),
         (fp8_cases.SUITES["cpu"][0], {"M": 512, "N": 768, "K": 640}),
+        (attention_cases.SUITES["cuda"][0], {"B": 1, "T": 16384, "Hq": 32, "Hk": 8, "D": 128, "Dv": 128}),
     ],
     ids=lambda x: None,
 )

@@ -80,7 +80,12 @@ class BenchedOp(ABC):
 
 
 _SIZES = {
+    "batch": "B",
     "tokens": "T",
+    "heads": "Hq",
+    "key_heads": "Hk",
+    "size": "D",
+    "value_size": "Dv",
     "hidden": "H",
     "teacher_hidden": "teacher_H",
     "vocab": "V",
