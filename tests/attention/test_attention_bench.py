@@ -133,6 +133,12 @@ def test_plan():
     assert made.sizes == sizes
     assert made.row("default").memory_parts == memory_parts(p, 1, backward=True, sinks=False)
     assert plan("attention", **sizes, gpu="a100").backend == "triton"
+    other_values = {**sizes, "head_size": 192, "value_size": 128}
+    of_values = plan("attention", **other_values)
+    assert (of_values.backend, of_values.sizes) == ("triton", other_values)
+    of_values = plan("attention", **sizes, value_size=64, backend="plain").row("default")
+    narrow = p._replace(value_size=64)
+    assert of_values.memory_parts == scratch_parts(narrow, 2, of_values.chunk["queries"], backward=True, softcap=False)
     for gpu, dtype, size in (
         ("a100", "bfloat16", 160),
         ("a100", "float32", 128),

@@ -21,7 +21,7 @@ from onchip.plan.words import note_of_exchanges, notes, verdict
 from onchip.registry import OPS
 from onchip.vocab.memory import Problem
 
-_HEADS = ("heads", "key_heads", "head_size")
+_HEADS = ("heads", "key_heads", "head_size", "value_size")
 
 __all__ = ["Baseline", "Plan", "Row", "plan"]
 
@@ -46,6 +46,7 @@ def plan(
     heads: int | None = None,
     key_heads: int | None = None,
     head_size: int | None = None,
+    value_size: int | None = None,
     dtype: str = "bfloat16",
     weight_dtype: str | None = None,
     gradients: bool = True,
@@ -85,6 +86,7 @@ def plan(
         heads: the number of query heads, if not the model's; give it with `key_heads` and `head_size`.
         key_heads: the number of heads for keys and values.
         head_size: the size of a head.
+        value_size: the size of a head of values; by default `head_size`.
         dtype: the inputs' dtype: "float32", "bfloat16" or "float16".
         weight_dtype: the weight's dtype, where autocast casts it; by default `dtype`.
         gradients: whether to plan forward and backward; False plans the forward pass only.
@@ -186,7 +188,7 @@ def plan(
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = PlannedCall(
         op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0,
-        tensor_parallel, batch or 1, heads or 0, key_heads or 0, head_size or 0,
+        tensor_parallel, batch or 1, heads or 0, key_heads or 0, head_size or 0, value_size or 0,
     )  # fmt: skip
     backends = known.backends[framework, precision]
     chosen = choose_backend(op, backend, {name: made.refusal(asked) for name, made in backends.items()})

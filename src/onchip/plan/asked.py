@@ -37,6 +37,8 @@ class PlannedCall:
     """Attention's query heads."""
     key_heads: int = 0
     head_size: int = 0
+    value_size: int = 0
+    """The size of a head of values; 0 where it is `head_size`."""
 
     @property
     def measured(self) -> bool:

@@ -66,6 +66,7 @@ _NAMES = {
     "vocab": "vocabulary",
     "key_heads": "key heads",
     "head_size": "head size",
+    "value_size": "value size",
 }
 
 

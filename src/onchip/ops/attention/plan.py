@@ -16,7 +16,7 @@ def _problem(asked: PlannedCall) -> AttentionProblem:
     tokens, size = asked.problem.tokens // asked.batch, asked.head_size
     if asked.heads % asked.key_heads:
         raise ValueError(f"plan: heads is {asked.heads}, but key_heads is {asked.key_heads}, which must divide it")
-    return AttentionProblem(asked.batch, tokens, tokens, asked.heads, asked.key_heads, size, size)
+    return AttentionProblem(asked.batch, tokens, tokens, asked.heads, asked.key_heads, size, asked.value_size or size)
 
 
 def _way(asked: PlannedCall) -> Way:
@@ -59,8 +59,8 @@ def _fixed(parts: Mapping[str, int], rows: int) -> Way:
 def _mosaic_refusal(asked: PlannedCall) -> str | None:
     if asked.problem.dtype == "float32":
         return "it is for bfloat16 and float16, not float32"
-    if asked.head_size > MOSAIC_SIZES[-1]:
-        return f"heads have at most {MOSAIC_SIZES[-1]} numbers, not {asked.head_size}"
+    if (most := max(asked.head_size, asked.value_size)) > MOSAIC_SIZES[-1]:
+        return f"heads have at most {MOSAIC_SIZES[-1]} numbers, not {most}"
     return cuda_refusal(asked) or hopper_refusal(asked)
 
 
@@ -75,8 +75,8 @@ def _mosaic(asked: PlannedCall) -> Way:
     if asked.gradients:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
         parts["out's gradient, copied"] = size * planes * p.queries * p.value_size
-    width = next(x for x in MOSAIC_SIZES if x >= p.size)
-    if p.size != width or p.queries % 8:
+    width = next(x for x in MOSAIC_SIZES if x >= max(p.size, p.value_size))
+    if min(p.size, p.value_size) != width or p.queries % 8:
         of_all = size * width * p.batch * (p.queries * p.heads + p.keys * p.key_heads)
         parts["copies padded to whole blocks"] = 2 * of_all * (1 + asked.gradients)
     return replace(_fixed(parts, TILE), has_budgets=False)
@@ -116,6 +116,7 @@ PLAN = PlannedOp(
     },
     plain=_plain,
     needs=("heads", "key_heads", "head_size"),
+    takes=("value_size",),
     softcap=False,
     numbers=0,
 )
