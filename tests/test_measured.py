@@ -138,6 +138,23 @@ def test_what_later_runs_may_bring_has_its_row(results):
     assert all(f"\n## {title}\n" in page for title in ("attention", "Two or more GPUs"))
 
 
+def test_a_newer_file_of_another_kind_takes_no_place(results):
+    """What a script writes under a name that `onchip bench` uses, or another script."""
+
+    def made():
+        pages = measured.made_anew()
+        return {page: measured._compared(page, text) for page, text in pages.items() if page != measured.NUMBERS}
+
+    before = made()
+    for name in {line.file for line in measured.LINES} | {"host", "lengths", "training-step", "grouped_matmul-layer"}:
+        document = {"environment": {"gpu": "NVIDIA H200"}, "title": "Others", "rows": [{"kernel": "x", "ms": 2.5}]}
+        (results / f"2099-01-01-h200-{name}.json").write_text(json.dumps(document))
+        for row in document["rows"]:
+            row |= {"case": "another", "mode": "forward", "impl": "onchip auto 1.0", "ok": True, "median_ms": 1.0}
+        (results / f"2099-01-02-h200-{name}.json").write_text(json.dumps(document))
+    assert made() == before
+
+
 def test_each_of_the_numbers_has_a_card_a_date_and_versions():
     sections = measured.numbers_page().split("\n## ")[1:]
     told = r"^[^|\n]+, \d{4}-\d\d-\d\d, .*(?:PyTorch|JAX) \d+\.\d+.* \(\[file\]\(\.\./results/"

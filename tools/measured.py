@@ -87,9 +87,8 @@ class File(NamedTuple):
     def others(self) -> set[str]:
         """Other libraries with their versions, by the first word of an implementation's name and its last."""
         of_rows = (re.fullmatch(r"([\w-]+)\b.* (\d[\w.]*)", str(row.get("impl"))) for row in self.rows)
-        return {
-            f"{found[1]} {found[2]}" for found in of_rows if found and found[1] not in ("onchip", "torch", "XLA", "F")
-        }
+        frameworks = "onchip", "torch", "XLA", "F", "jax"
+        return {f"{found[1]} {found[2]}" for found in of_rows if found and found[1] not in frameworks}
 
     def told(self, page: str) -> str:
         """Card, date and versions, and a link to the file."""
@@ -102,21 +101,29 @@ class File(NamedTuple):
         return f"{', '.join([card, self.path.name[:10], *versions])} ({self.link(page)})."
 
 
-def newest(name: str, device: str = "h?00", *, benched: bool = False) -> File | None:
-    """The newest file with a name such as "linear_cross_entropy-users"; of several from one day, the H100's.
-    `benched`: only files that `onchip bench` wrote, or that have rows as it writes them.
-    """
+def newest(name: str, device: str = "h?00", *, fits: Callable[[File], bool] = lambda file: True) -> File | None:
+    """The newest fitting file with a name such as "linear_cross_entropy-users"; of several from one day, the H100's."""
     found = sorted(
         RESULTS.glob(f"????-??-??-{device}-{name}.json"), key=lambda path: (path.name[:10], "-h100-" in path.name)
     )
     files = (File(path, json.loads(path.read_text(encoding="utf-8"))) for path in reversed(found))
-    return next((file for file in files if not benched or file.benched), None)
+    return next(filter(fits, files), None)
 
 
-def needed(name: str, device: str = "h?00", *, benched: bool = True) -> File:
-    file = newest(name, device, benched=benched)
+def needed(name: str, device: str = "h?00", *, fits: Callable[[File], bool] = lambda file: file.benched) -> File:
+    file = newest(name, device, fits=fits)
     assert file is not None, name
     return file
+
+
+def having(*columns: str) -> Callable[[File], bool]:
+    """Files all of whose rows have these columns: a later script's file may have others."""
+    return lambda file: all(row.keys() >= {*columns} for row in file.rows)
+
+
+def with_row(case: str, impl: str = "onchip auto", mode: str = MODE) -> Callable[[File], bool]:
+    """Files of `onchip bench` in which an implementation is right on a case."""
+    return lambda file: file.benched and file.row(case, impl, mode) is not None
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -154,7 +161,8 @@ def cases_by_implementations(file: File, shown: Mapping[str, str], mode: str = M
         best = min((row["median_ms"] for row in rows if row), default=None)
         if any(rows):
             lines.append([case_words(case), *(cell(row, best) for row in rows)])
-    return table(["head and tokens", *columns.values()], lines)
+    of_heads = any(words[0] != "`" for words, *_ in lines)
+    return table(["head and tokens" if of_heads else "case", *columns.values()], lines)
 
 
 def scalar(x: Any) -> str:
@@ -213,13 +221,16 @@ LINES = (
 
 def measured_of(line: Shown) -> tuple[File | None, list[Row]]:
     """The file of a line and its right rows.  Before `--suite lengths` was run, a script timed onchip alone."""
-    file = newest(line.file, benched=True)
-    if file is None and line.median == "mean_ms" and (file := newest("lengths", "h200")) is not None:
+    file = newest(line.file, fits=with_row(line.case, line.ours, line.mode))
+    of_script = newest("lengths", "h200", fits=having("call"))
+    if file is None and line.median == "mean_ms" and (file := of_script) is not None:
         known = (row for row in file.rows if row["call"].startswith("40 lengths") and row.get("after_mean_ms"))
         return file, [{"impl": f"{line.ours} then", "median_ms": row["after_mean_ms"]} for row in known]
     if file is None:
         return None, []
-    right = (r for r in file.rows if (r["mode"], r["case"], r["ok"]) == (line.mode, line.case, True) and r[line.median])
+    right = (
+        r for r in file.rows if (r["mode"], r["case"], r["ok"]) == (line.mode, line.case, True) and r.get(line.median)
+    )
     return file, [{**row, "median_ms": row[line.median]} for row in right]
 
 
@@ -256,8 +267,7 @@ def filled(text: str) -> str:
 
 def pitch(page: str) -> str:
     """How often it is as fast as torch.compile, and with what part of its memory."""
-    file = needed("linear_cross_entropy-users")
-    both = pairs("linear_cross_entropy-users", "onchip auto", "torch.compile")
+    file, both = pairs("linear_cross_entropy-users", "onchip auto", "torch.compile")
     as_fast = sum(a["median_ms"] <= 1.01 * b["median_ms"] for _, a, b in both)
     memory = statistics.median(a["extra_bytes"] / b["extra_bytes"] for _, a, b in both)
     return filled(
@@ -275,19 +285,20 @@ def caption(page: str) -> str:
 
 
 def pictured() -> tuple[File, str]:
-    file = needed("linear_cross_entropy-hopper-peers")
-    return file, file.rows[0]["case"]
+    return needed(LINES[0].file, fits=with_row(LINES[0].case)), LINES[0].case
 
 
 def step(page: str) -> str:
     """What a training step takes in transformers, without onchip and with it."""
-    file = needed("training-step", benched=False)
+    by_loss = {"onchip's patch": None, "default loss": None}
+
+    def fits(file: File) -> bool:
+        there = {row["loss"] for row in file.rows if row["model"] == file.rows[0]["model"] and row.get("median_ms")}
+        return there >= by_loss.keys()
+
+    file = needed("training-step", fits=lambda file: having("model", "loss")(file) and fits(file))
     first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
-    ours, default = first["onchip's patch"], first.get("default loss")
-    if default is None:
-        file = needed("training-step", "h200", benched=False)
-        first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
-        ours, default = first["onchip's patch"], first["default loss"]
+    ours, default = (first[name] for name in by_loss)
     return filled(
         f"A training step of {ours['model']} tokens with transformers peaks at {ours['peak_gib']:.1f} GiB in place of "
         f"{default['peak_gib']:.1f} GiB. It takes {ours['median_ms']:.0f} ms, without onchip "
@@ -297,7 +308,7 @@ def step(page: str) -> str:
 
 def one_case(page: str, name: str, case: str) -> str:
     """What every implementation takes whose result is right, the fastest first."""
-    file = needed(name)
+    file = needed(name, fits=with_row(case))
     rows = [row for row in file.rows if row["case"] == case and row["mode"] == MODE and row["ok"]]
     lines = [
         [
@@ -311,27 +322,32 @@ def one_case(page: str, name: str, case: str) -> str:
     return f"{filled(said)}\n\n{table(['', 'time', 'extra memory'], lines)}"
 
 
-def pairs(name: str, ours: str, other: str) -> list[tuple[str, Row, Row]]:
-    """Cases with the rows of two implementations whose results are right."""
-    file = needed(name)
-    cases = dict.fromkeys(row["case"] for row in file.rows)
-    both = ((case, file.row(case, ours), file.row(case, other)) for case in cases)
-    return [(case, a, b) for case, a, b in both if a and b]
+def pairs(name: str, ours: str, other: str) -> tuple[File, list[tuple[str, Row, Row]]]:
+    """The newest file with both implementations, and the cases in which both are right, with their rows."""
+
+    def of(file: File) -> list[tuple[str, Row, Row]]:
+        cases = dict.fromkeys(row["case"] for row in file.rows)
+        both = ((case, file.row(case, ours), file.row(case, other)) for case in cases)
+        return [(case, a, b) for case, a, b in both if a and b]
+
+    file = needed(name, fits=lambda file: file.benched and of(file) != [])
+    return file, of(file)
 
 
 def slower(page: str) -> str:
     """Cases in which the compiled plain expression takes over 1% less time than our default."""
-    lines = []
+    lines, files = [], []
     for framework, name, other in (
         ("PyTorch", "linear_cross_entropy-users", "torch.compile"),
         ("JAX", "linear_cross_entropy-jax", "XLA, 16-bit logits, gathered"),
     ):
-        for case, a, b in pairs(name, "onchip auto", other):
+        file, both = pairs(name, "onchip auto", other)
+        files.append(file)
+        for case, a, b in both:
             if (ratio := a["median_ms"] / b["median_ms"]) > 1.01:
                 times = f"{b['extra_bytes'] / a['extra_bytes']:.1f} times the memory"
                 what = f"{framework}: {case_words(case)}"
                 lines.append([what, f"{100 * (ratio - 1):.0f}%", f"{other.split(',')[0]} takes {times}"])
-    files = [needed(name) for name in ("linear_cross_entropy-users", "linear_cross_entropy-jax")]
     links = " and ".join(file.link(page) for file in files)
     said = f"On an {files[0].card} ({links}); in their other cases it was not slower by over 1%."
     return f"{table(['where', 'by', 'and'], lines)}\n\n{filled(said)}"
@@ -339,11 +355,10 @@ def slower(page: str) -> str:
 
 def xla(page: str) -> str:
     """How often XLA is faster, and how much memory it then takes."""
-    both = pairs("linear_cross_entropy-jax", "onchip auto", "XLA, 16-bit logits, gathered")
+    file, both = pairs("linear_cross_entropy-jax", "onchip auto", "XLA, 16-bit logits, gathered")
     faster = [(a["median_ms"] / b["median_ms"], b["extra_bytes"] / a["extra_bytes"]) for _, a, b in both]
     lost = [time for time, _ in faster if time > 1.01]
     memory = statistics.median(memory for _, memory in faster)
-    file = needed("linear_cross_entropy-jax")
     return filled(
         f"In {len(lost)} of {len(both)} cases on an {file.card} XLA's plain expression is over 1% faster than onchip, "
         f"by {100 * (max(lost, default=1) - 1):.0f}% at most, in {memory:.0f} times the memory in the median case "
@@ -372,10 +387,10 @@ def with_blocks(page: str, text: str) -> str:
 
 
 def training_steps(page: str) -> str:
-    """Training steps, from the files of both cards."""
+    """Training steps, from the files of both cards, and those with packed documents."""
     said = []
-    for device in ("h100", "h200"):
-        file = newest("training-step", device)
+    for name, device in (("training-step", "h100"), ("training-step", "h200"), ("training-step-packed", "h?00")):
+        file = newest(name, device, fits=having("model", "loss"))
         if file is None:
             continue
         models, losses = (dict.fromkeys(row[name] for row in file.rows) for name in ("model", "loss"))
@@ -394,13 +409,13 @@ def training_steps(page: str) -> str:
 
 
 def experts_layer(page: str) -> str:
-    file = needed("grouped_matmul-layer", benched=False)
+    file = needed("grouped_matmul-layer", fits=having("impl", "of", "median_ms"))
     lines = [[row["impl"], row["of"], cell(row)] for row in file.rows]
     return f"{table(['layer', 'passes', 'time, extra memory'], lines)}\n\n{file.told(page)}"
 
 
 def host(page: str) -> str:
-    file = needed("host", benched=False)
+    file = needed("host", fits=having("call", "forward_ms", "backward_ms"))
     lines = [
         [row["call"], *("-" if row[x] is None else f"{row[x]:.2f} ms" for x in ("forward_ms", "backward_ms"))]
         for row in file.rows
@@ -411,28 +426,13 @@ def host(page: str) -> str:
 def lengths(page: str) -> str:
     """A cold start, and lengths that weren't seen before, as `--suite lengths` measured them."""
     said = []
-    for file in filter(None, (newest("linear_cross_entropy-lengths"), newest("lengths", "h200"))):
-        if "impl" in file.rows[0]:
+    of_bench = newest("linear_cross_entropy-lengths", fits=having("mode", "impl", "mean_ms", "ok"))
+    for file in filter(None, (of_bench, newest("lengths", "h200", fits=having("call")))):
+        if file == of_bench:
             impls = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
-            lines = [
-                [
-                    mode,
-                    *(
-                        format_ms(
-                            next(
-                                (
-                                    r["mean_ms"]
-                                    for r in file.rows
-                                    if (r["mode"], short_name(r["impl"])) == (mode, impl) and r["ok"]
-                                ),
-                                None,
-                            )
-                        )
-                        for impl in impls
-                    ),
-                ]
-                for mode in dict.fromkeys(row["mode"] for row in file.rows)
-            ]
+            of = {(row["mode"], short_name(row["impl"])): row["mean_ms"] for row in file.rows if row["ok"]}
+            modes = dict.fromkeys(row["mode"] for row in file.rows)
+            lines = [[mode, *(format_ms(of.get((mode, impl))) for impl in impls)] for mode in modes]
             said.append(f"{table(['what is timed', *impls], lines)}\n\n{file.told(page)}")
             continue
         known = [row for row in file.rows if "after_ms" in row or "after_mean_ms" in row]
@@ -452,7 +452,7 @@ def benched(name: str, shown: Mapping[str, str] | None = None) -> Callable[[str]
     """The newest file of `onchip bench` with a name: a table for each mode, or for forward and backward alone."""
 
     def made(page: str) -> str:
-        file = needed(name, benched=False)
+        file = needed(name, fits=lambda file: file.benched or "title" in file.document)
         if not file.benched:
             return f"{file.document['title']}:\n\n{plain_rows(file)}\n\n{file.told(page)}"
         columns = shown or every_implementation(file)
@@ -486,6 +486,9 @@ SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
     ("linear_jsd", "", benched("linear_jsd"), "linear_jsd"),
     ("cross_entropy", "", benched("cross_entropy"), "cross_entropy"),
     ("attention", "", benched("attention"), "attention"),
+    ("attention by length", "Batches of sequences of the length in the name.", benched("attention-by-length"),
+     "attention-by-length"),
+    ("attention in JAX", "", benched("attention-jax"), "attention-jax"),
     ("fp8_linear", "Layers of seven models, with one, two and four sequences; the number is in the name.",
      benched("fp8_linear", {"onchip auto": "onchip", "torch nn.Linear": "nn.Linear"}), "fp8_linear"),
     ("A layer of experts", "Qwen3 30B-A3B's, 8192 tokens, sorting included.", experts_layer, "grouped_matmul-layer"),
