@@ -95,7 +95,6 @@ def peak_extra_bytes(step: Step, *, device: str) -> int:
     if device != "cuda":
         returned, peak = _cpu_peak(step)
         return max(0, peak - sum(t.numel() * t.element_size() for t in returned))
-    # Autograd's threads may free what the last step used only while this one runs, which makes its rise look smaller.
     return max(_cuda_extra(step) for _ in range(3))
 
 
@@ -103,13 +102,16 @@ def _cuda_extra(step: Step) -> int:
     """How far the memory that the step asked for rose above its size at the start, and above what it returns.
 
     This counts what was asked for, not what was given: the allocator's free blocks can be up to 1 MiB too large.
+    Autograd's threads may free what the last step used only while this one runs, on a busy machine up to 9 ms later, so
+    that it seems to take less: hence the pause, and more than one try.
     """
+    time.sleep(0.02)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     returned = step()
     torch.cuda.synchronize()
-    rise = int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+    rise: int = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     return max(0, rise - sum(t.numel() * t.element_size() for t in returned))
 
 
