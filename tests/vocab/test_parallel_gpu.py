@@ -80,17 +80,28 @@ def of_logits(rank, ranks):
 
 def of_hidden_states(rank, ranks):
     hidden, weight, target = layer()
-    for sizes in ([2600, 2403], [256, 4747]):
+    for sizes in ([2600, 2403], [256, 4747], [VOCAB, 0]):
         own = cut(sizes, rank)
         given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
-        for op, options in ((linear_cross_entropy, OPTIONS["everything"]), (linear_log_probs, {"entropy": True})):
-            whole, mine = [leaf(x.float()) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
+        for op, options, dtype in (
+            (linear_cross_entropy, OPTIONS["everything"], torch.bfloat16),
+            (linear_cross_entropy, OPTIONS["everything"] | {"reduction": "sum"}, torch.float16),
+            (linear_log_probs, {"entropy": True}, torch.bfloat16),
+            (linear_log_probs, {"entropy": True}, torch.float16),
+        ):
+            rounded = [x.to(dtype) for x in (hidden, weight)]
+            whole, mine = [leaf(x.float()) for x in rounded], [leaf(rounded[0]), leaf(rounded[1][own])]
             expected = values_of(op(*whole, target, backend="plain", **options))
             got = values_of(op(*mine, target, **options, **given))
             same_bits(*got)
             near(got, expected, 5e-3, op.__name__)
             expected[0].sum().backward(), got[0].sum().backward()
-            near([x.grad for x in mine], [whole[0].grad, whole[1].grad[own]], 1e-2, op.__name__)
+            right = [whole[0].grad, whole[1].grad[own]]
+            for a, b in zip(mine, right, strict=True):
+                if a.numel():
+                    near([a.grad], [b], 1e-2, f"{op.__name__} {dtype} {sizes}")
+        if not sizes[1]:
+            continue
         for dtype, options in itertools.product(
             (torch.bfloat16, torch.float16),
             ({"beta": 0.0, "hard_weight": 0.2}, {"beta": 0.4, "temperature": 2.0}, {"beta": 1.0, "hard_weight": 0.5}),

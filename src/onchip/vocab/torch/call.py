@@ -142,8 +142,15 @@ class LinearCall(Layer):
 
     @property
     def operand(self) -> torch.dtype:
-        """The dtype of the logits' gradient, as the products read it."""
-        return accumulator(self.dtype) if self.device == "cpu" else self.dtype
+        """The dtype of the logits' gradient, as the products read it.
+
+        An empty shard has no products, and where other ranks run kernels their sums aren't scaled for float16.
+        """
+        return accumulator(self.dtype) if self.device == "cpu" or self._adds_nothing else self.dtype
+
+    @property
+    def _adds_nothing(self) -> bool:
+        return self.kernels and self.shards.rows == 0
 
     @property
     def of_op(self) -> dict[str, Any]:
