@@ -111,8 +111,9 @@ def _cuda_extra(step: Step) -> int:
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     returned = step()
     torch.cuda.synchronize()
-    rise: int = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    return max(0, rise - sum(t.numel() * t.element_size() for t in returned))
+    extra: int = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    extra -= sum(t.numel() * t.element_size() for t in returned)
+    return max(0, extra)
 
 
 def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
