@@ -5,7 +5,8 @@ Imports no framework.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import chunks
@@ -72,6 +73,11 @@ class Problem:
     def any_grad(self) -> bool:
         return self.grad_hidden or self.grad_weight or self.grad_bias
 
+    @cached_property
+    def head(self) -> "Problem":
+        """The same without tokens, one object for all numbers of them."""
+        return _head(replace(self, tokens=0, copied=0))
+
     @property
     def widened(self) -> bool:
         """Whether 16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their
@@ -88,6 +94,11 @@ class Problem:
     def sizes(self) -> str:
         """The sizes, as errors state them."""
         return f"T={self.tokens}, H={self.hidden}, V={self.vocab} in {self.dtype}"
+
+
+@lru_cache(maxsize=1024)
+def _head(p: Problem) -> Problem:
+    return p
 
 
 def digit_bits(dtype: str) -> int:

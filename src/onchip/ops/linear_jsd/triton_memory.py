@@ -5,7 +5,7 @@ weight's gradient nor in scratch, backward computes its logits again, in chunks 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
@@ -14,7 +14,7 @@ from onchip.vocab import chunks
 from onchip.vocab.chunks import Fastest, Planner, largest_within
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton.costs import RATES, Rates
-from onchip.vocab.triton.search import SLACK
+from onchip.vocab.triton.search import SLACK, in_whole_tiles
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE, evenness
 
 # Tokens, and tiles of the vocabulary, of a chunk that keeps the device busy.
@@ -213,8 +213,17 @@ def least_scratch(p: JsdProblem, strategy: str = "", tokens: int = TOKEN_TILE, t
     return scratch_bytes(p, _config(p, 0, tokens, tiles, tiles))
 
 
+def _in_whole_tiles(p: JsdProblem) -> JsdProblem:
+    """The same, with so many tokens; what ranks of a shard send is for so many as there are."""
+    student = in_whole_tiles(p.student)
+    if student is p.student or p.sharded or not p.any_grad:
+        return p
+    return replace(p, student=student, teacher=in_whole_tiles(p.teacher))
+
+
 def default_scratch(p: JsdProblem, strategy: str = "") -> int:
     """256 MiB or an eighth of both models' float32 logits, whichever is more, and at least what useful chunks need."""
+    p = _in_whole_tiles(p)
     useful = least_scratch(p, strategy, USEFUL_TOKENS, USEFUL_TILES)
     return chunks.default_scratch(logits_bytes(p), useful)
 
@@ -371,5 +380,6 @@ PLANNER: Planner[JsdPlan] = Planner(
     needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab} on backend 'triton', which needs",
     slack=SLACK,
     search=_search,
+    whole=_in_whole_tiles,
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

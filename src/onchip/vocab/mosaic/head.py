@@ -10,7 +10,7 @@ more in the memory of the sum's digits: fewer chunks are left to add.  The formu
 jitted step beyond its arguments and results.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -423,9 +423,8 @@ def _softmax_bytes(p: Problem) -> int:
     return 4 * -(-p.vocab // VOCAB_TILE) * partials
 
 
-@lru_cache(maxsize=1024)
 def head_of(p: Problem) -> MosaicHead:
-    return _head(replace(p, tokens=0, copied=0))
+    return _head(p.head)
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,5 @@
 """What a plan will take: the cost model of the Triton backend.  Imports no framework."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -245,9 +244,8 @@ def nested_evenness(total: int, outer: int, inner: int, units: float, programs: 
     return (1 - share) * whole + share * last, launches
 
 
-@lru_cache(maxsize=1024)
 def costs_of(p: Problem, rates: Rates = RATES["h100"]) -> Costs:
-    return _costs(replace(p, tokens=0, copied=0), rates)
+    return _costs(p.head, rates)
 
 
 @lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, w
 memory that float32 would take beyond that, scratch or a float32 gradient's own, is left for larger chunks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -283,9 +283,8 @@ CHUNK_PARTS = (
 )
 
 
-@lru_cache(maxsize=1024)
 def sizes_of(p: Problem) -> TritonSizes:
-    return _sizes(replace(p, tokens=0, copied=0))
+    return _sizes(p.head)
 
 
 @lru_cache(maxsize=1024)

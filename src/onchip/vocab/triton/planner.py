@@ -1,14 +1,12 @@
 """Plans of the Triton backend: budgets, and the plan that is chosen.  Imports no framework."""
 
-from dataclasses import replace
-
 from onchip.core.sizes import MIB, up
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, even_chunk, largest
 from onchip.vocab.memory import Problem, logits_bytes, needs
 from onchip.vocab.triton.costs import predict as predict
 from onchip.vocab.triton.memory import TritonPlan, capacity, id_bytes, may_hold, scratch_parts, sizes_of
-from onchip.vocab.triton.search import SLACK, SMALLEST_CHUNK, search
+from onchip.vocab.triton.search import SLACK, SMALLEST_CHUNK, in_whole_tiles, search
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 
 # Tiles of the vocabulary in the smallest chunk of the gradients that costs little.
@@ -23,6 +21,7 @@ def default_scratch(p: Problem, strategy: str = "auto") -> int:
     if not p.any_grad:
         copies = sizes_of(p).cast + p.copied
         return max(FORWARD_SCRATCH + copies + id_bytes(p), least_scratch(p, strategy))
+    p = in_whole_tiles(p)
     useful = least_scratch(p, strategy, USEFUL_CHUNK) - id_bytes(p)
     return chunks.default_scratch(logits_bytes(p), useful) + id_bytes(p)
 
@@ -31,23 +30,22 @@ def least_scratch(p: Problem, strategy: str = "auto", tiles: int = SMALLEST_CHUN
     """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, to run at
     all.
     """
-    if not p.any_grad:
-        return scratch_bytes(p, TritonPlan(min(p.tokens, TOKEN_TILE)))
-    size = min(tiles * VOCAB_TILE, _columns(p))
-    return scratch_bytes(p, replace(_kept(p, strategy), vocab_chunk=size, weight_chunk=size))
+    s = sizes_of(p)
+    fixed, size = s.cast + p.copied + id_bytes(p), min(tiles * VOCAB_TILE, s.columns)
+    if p.any_grad:
+        return fixed + s.kept(p.tokens, *_kept(p, strategy), halves=False).size(size, size)
+    return fixed + s.of_tokens(p.tokens, sorted_by_target=False) + s.alone(min(p.tokens, TOKEN_TILE))
 
 
-def _columns(p: Problem) -> int:
-    return up(p.vocab, VOCAB_TILE)
-
-
-def _kept(p: Problem, strategy: str) -> TritonPlan:
-    """The tokens that are kept: all for 'stash', none for 'recompute' (and for the least of 'auto')."""
+def _kept(p: Problem, strategy: str) -> tuple[int, int]:
+    """The tokens that are kept, in the gradient's memory and in scratch: all for 'stash', none for 'recompute' (and for
+    the least of 'auto').
+    """
     if strategy != "stash" or not may_hold(p):
-        return TritonPlan(p.tokens)
+        return 0, 0
     tokens = up(p.tokens, TOKEN_TILE)
     in_gradient = min(tokens, capacity(p))
-    return TritonPlan(p.tokens, kept_in_gradient=in_gradient, kept_in_scratch=tokens - in_gradient)
+    return in_gradient, tokens - in_gradient
 
 
 def plan_for_symbols(p: Problem, strategy: str) -> TritonPlan:
@@ -59,15 +57,14 @@ def plan_for_symbols(p: Problem, strategy: str) -> TritonPlan:
     in_gradient = 0
     if strategy != "recompute" and capacity(p) > 0:
         in_gradient = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
-    size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
+    size = min(USEFUL_CHUNK * VOCAB_TILE, up(p.vocab, VOCAB_TILE))
     return TritonPlan(p.tokens, size, size, in_gradient)
 
 
 def _search(p: Problem, strategy: str, budget: int) -> TritonPlan | None:
     """Without gradients, the fewest even chunks of tokens; otherwise what `search` finds."""
     if p.any_grad:
-        kept = _kept(p, strategy)
-        return search(p, (kept.kept_in_gradient, kept.kept_in_scratch), strategy, budget)
+        return search(p, _kept(p, strategy), strategy, budget)
     fixed, s = scratch_bytes(p, TritonPlan(0)), sizes_of(p)
     smallest = min(p.tokens, TOKEN_TILE)
     fits = largest(lambda n: fixed + s.alone(n) <= budget, smallest, p.tokens, TOKEN_TILE)
@@ -85,5 +82,6 @@ PLANNER: Planner[TritonPlan] = Planner(
     needs,
     slack=SLACK,
     search=_search,
+    whole=lambda p: in_whole_tiles(p) if p.any_grad else p,
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

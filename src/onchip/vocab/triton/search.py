@@ -4,6 +4,7 @@ framework.
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,6 +36,12 @@ MOST_LONGER = 32
 FEW_TILES, FEW_TOKENS = 12, 512
 # Chunks of the weight's gradient are left out if smaller ones take so much less time.
 MUCH_LONGER = 1.06
+
+
+def in_whole_tiles(p: Problem) -> Problem:
+    """The same with so many tokens that their tiles are whole, if there are more than a few."""
+    tokens = up(p.tokens, TOKEN_TILE) if p.tokens > FEW_TOKENS else p.tokens
+    return p if tokens == p.tokens else replace(p, tokens=tokens, copied=-(-p.copied * tokens // p.tokens))
 
 
 def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> TritonPlan | None:
