@@ -301,6 +301,23 @@ def test_what_a_plan_for_another_number_of_tokens_evaluates(monkeypatch, name, m
         assert max(of_plan) <= most, features
 
 
+SEARCHES = {"triton": triton_search.TritonSearch, "jsd, triton": jsd_triton_memory.JsdSearch}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_numbers_of_tokens_with_as_many_tiles_have_one_plan(monkeypatch, name):
+    """It is searched for once; a budget of the caller's is used up for each number by itself."""
+    planner, counted = PLANNERS[name][0], count_calls(monkeypatch, (SEARCHES[name], ("plan",)))
+    head = Problem(4096, 2048, 128256, "bfloat16", device="cuda")
+    problems = [replace(head, tokens=tokens) for tokens in range(4097, 4225, 9)]
+    if name == "jsd, triton":
+        problems = [distill(p) for p in problems]
+    planner.plan.cache_clear()
+    assert len({planner.plan(p) for p in problems}) == counted["calls"] == 1
+    budget = planner.least(problems[-1], "auto") + 8 * MIB
+    assert {planner.scratch_bytes(p, planner.plan(p, "auto", budget)) <= budget for p in problems} == {True}
+
+
 def grid(p, budget):
     """Plans of many cuts that fit."""
     rows, columns, fits = up(p.tokens, 128), up(p.vocab, 256), triton_planner.scratch_bytes

@@ -87,7 +87,8 @@ def kernels(
         in_forward = getattr(c, "in_forward", False) or getattr(c, "by_tokens", False)
         recomputed = 0 if in_forward or not p.any_grad else max(0, p.tokens - c.kept)
         ms = None if predict is None else predict(p, c)
-        return needed + again * recomputed / max(1, p.tokens), recomputed, sizes(c), ms
+        cut = sizes(c) | {"tokens": min(c.token_chunk, p.tokens)}  # which has room for the whole tile of the last ones
+        return needed + again * recomputed / max(1, p.tokens), recomputed, cut, ms
 
     return planned(planner, p, say, strategies)
 

@@ -6,7 +6,7 @@ refusal of a budget that is too small, are the same for all.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -58,7 +58,7 @@ class Planner(Generic[Plan]):
     """Replaces `candidates` where these would be many: returns the best plan of a strategy that fits, or None if none
     does."""
     whole: Callable[[Any], Any] | None = None
-    """Rounds a problem's tokens up: all problems that become the same have one plan, if the caller gives no budget."""
+    """Rounds a problem's tokens up.  If the caller gives no budget, all problems that become the same have one plan."""
 
     def scratch_bytes(self, p: Any, c: Plan) -> int:
         """Peak memory above inputs, results and returned gradients, in bytes."""
@@ -81,8 +81,7 @@ class Planner(Generic[Plan]):
         """
         if budget is None:
             if self.whole is not None and (whole := self.whole(p)) is not p:
-                made: Any = self.plan(whole, strategy)
-                return made if made.token_chunk <= p.tokens else replace(made, token_chunk=p.tokens)  # type: ignore[no-any-return]
+                return self.plan(whole, strategy)
             budget = self.default(p, strategy)
         found = (self.search or self.compare)(p, strategy, budget)
         if found is None:
