@@ -72,9 +72,9 @@ class Vectors(NamedTuple):
 
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
-        *padded, count = packed.split([*[up(tokens, VECTOR)] * 6, 1])
-        position, order, label, *floats = (x[:tokens] for x in padded)
-        factor, shift, base = (x.view(torch.float32) for x in floats)
+        each, count = packed[:-1].view(6, up(tokens, VECTOR))[:, :tokens], packed[-1:]
+        position, order, label = each[:3].unbind()
+        factor, shift, base = each[3:].view(torch.float32).unbind()
         return Vectors(packed, position, order, label, count, factor, shift, base)
 
 

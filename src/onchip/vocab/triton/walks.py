@@ -533,7 +533,7 @@ def position_terms(
     padded = [up(size, VECTOR) for size in sizes]
     packed = stated.empty(sum(padded), torch.float32, known.lse.device)
     row_scale, product_scale, even, entropy_scale, entry, lse, mean, size = (
-        x[:size] for x, size in zip(packed.split(padded), sizes, strict=True)
+        x[:size] for x, size in zip(packed.split_with_sizes(padded), sizes, strict=True)
     )
     entry_label = stated.empty(tokens * ids.shape[1], torch.int32, ids.device)
     entropy = upstream.entropy is not None
