@@ -54,7 +54,8 @@ def assert_near(a, b, tolerance):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(mosaic_kernels, "TUNING", dict.fromkeys(mosaic_kernels.TUNING, Tuning(2, 2, 1)))
+    tuning = {key: Tuning(8, 16, 1, early=key[0] == "terms") for key in mosaic_kernels.TUNING}
+    monkeypatch.setattr(mosaic_kernels, "TUNING", tuning)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -15,6 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from onchip.kernels.mosaic.maths import LOG2E
+
 THREADS = 128  # of a warpgroup
 
 
@@ -35,8 +37,8 @@ class Strips:
         made = lax.broadcasted_iota(jnp.int32, (self.size,), 0)
         return made if self.interpreted else plgpu.layout_cast(made, self.layout)
 
-    def load(self, ref: Any) -> Any:
-        """Read device memory that nothing writes to while the kernel runs."""
+    def load(self, ref: Any, *, constant: bool = True) -> Any:
+        """Read device memory; `constant`: nothing writes to it while the kernel runs."""
         if self.interpreted:
             return ref[...]
         made = plgpu.ShapeDtypeStruct((self.size,), ref.dtype, self.layout)
@@ -45,13 +47,14 @@ class Strips:
         def load(_: Any, ref: Any) -> Any:
             element = ir.MemRefType(ref.type).element_type
             base, registers = self._first(ref, element), np.empty(self._registers, object)
+            how = ".nc.L1::no_allocate" if constant else ""
             for i in range(len(registers)):
                 found: list[Any] = []
                 for byte, word, words in self._moves(element, i):
-                    code = f"ld.global.nc.L1::no_allocate{_form(word, words)} {_set(words)}, [${words} + {byte}];"
+                    code = f"ld.global{how}{_form(word, words)} {_set(words)}, [${words} + {byte}];"
                     result = ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * words)})>") if words > 1 else word
                     constraints = ",".join([*[f"={_letter(word)}"] * words, "l"])
-                    made: Any = llvm.inline_asm(result, [base], code, constraints, has_side_effects=False)
+                    made: Any = llvm.inline_asm(result, [base], code, constraints, has_side_effects=not constant)
                     found += [made] if words == 1 else [llvm.extractvalue(word, made, [j]) for j in range(words)]
                 registers[i] = _as(_vector(found, word), ir.VectorType.get((self.unit,), element))
             return fragmented_array.FragmentedArray(_registers=registers, _layout=self._fragments(), _is_signed=None)
@@ -78,6 +81,18 @@ class Strips:
             return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
         return widened(x)
+
+    def log2(self, x: Any) -> Any:
+        """Of a strip of float32, by the device's instruction: 2^-22 off at most, and exactly 0 of 1."""
+        if self.interpreted:
+            return jnp.log(x) * LOG2E
+        made = plgpu.ShapeDtypeStruct((self.size,), jnp.float32, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=made)
+        def log2(_: Any, x: Any) -> Any:
+            return x.log2(approx=True)
+
+        return log2(x)
 
     def store(self, ref: Any, value: Any) -> None:
         """Write to device memory, and wait for no other thread."""

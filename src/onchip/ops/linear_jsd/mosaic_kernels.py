@@ -20,11 +20,10 @@ from jax.experimental import pallas as pl
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.order import ceil_div
-from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.strips import THREADS, Strips
 from onchip.ops.linear_jsd.divergence import NEAR, nearly_equal
 from onchip.ops.linear_jsd.spec import JsdOptions
 
-THREADS = 128  # of a warpgroup
 # Log-probabilities are at least this, so that no difference of two is NaN; one above INFINITE tells that one of the two
 # probabilities is 0.
 FLOOR, INFINITE = -1.0e30, 1.0e29
@@ -34,33 +33,38 @@ LOWEST = -8.5e37  # below each logit, and finite
 class Tuning(NamedTuple):
     """How a kernel goes over rows."""
 
-    ahead: int  # strips that are read at a time
-    block: int  # strips of a block, a multiple of that
+    ahead: int  # entries that a thread reads at a time
+    block: int  # a thread's entries of a block, a multiple of that
     programs: int  # per multiprocessor
+    early: bool = False  # whether the next entries are on their way while these are worked on
 
 
-# The fastest that were tried on an H200, or within 1% of them.
+# By the bytes of a logit, the wider one of two models': the fastest that were tried on an H200.
 TUNING = {
-    "softmax": Tuning(4, 16, 8),
-    "softmax_16_bits": Tuning(4, 32, 8),
-    "terms": Tuning(4, 16, 4),
-    "gradients": Tuning(2, 16, 8),
+    ("softmax", 2): Tuning(32, 512, 8),
+    ("softmax", 4): Tuning(16, 256, 8),
+    ("terms", 2): Tuning(16, 256, 4, early=True),
+    ("terms", 4): Tuning(8, 128, 8),
+    ("gradients", 2): Tuning(16, 128, 6),
+    ("gradients", 4): Tuning(16, 64, 4),
 }
+_WORD = 16  # bytes that a thread moves at a time, at most
 
 
 class _Rows:
     """How rows of `vocab` entries are read: in strips, of which a row's last may overlap with the one before."""
 
-    def __init__(self, kernel: str, shape: tuple[int, ...], interpret: Any) -> None:
-        (self.count, vocab), self.kernel, self.interpret = shape, kernel, interpret
-        self.vocab = vocab
-        self.registers = Registers(interpret)
-        self.strip = max(s for s in (128, 256, 512) if s <= vocab)
-        self.vector = self.strip // THREADS
-        self.ahead, block, programs = TUNING[kernel]
-        self.block = block * self.strip
-        self.blocks = -(-vocab // self.block)
-        self.programs = programs * multiprocessors() if interpret is None else 2
+    def __init__(self, kernel: str, logits: Sequence[Array], interpret: Any) -> None:
+        (self.count, vocab), self.kernel, self.interpret = logits[0].shape, kernel, interpret
+        sizes = [x.dtype.itemsize for x in logits]
+        self.vocab, tuning, unit = vocab, TUNING[kernel, max(sizes)], _WORD // min(sizes)
+        while vocab % unit or vocab < THREADS * unit:
+            unit //= 2
+        self.strips = Strips(THREADS * unit, unit, interpret)
+        self.ahead = max(1, min(tuning.ahead // unit, vocab // self.strips.size))
+        self.block = -(-tuning.block // (self.ahead * unit)) * self.ahead * self.strips.size
+        self.blocks, self.early = -(-vocab // self.block), tuning.early
+        self.programs = tuning.programs * multiprocessors() if interpret is None else 2
 
     def launch(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], do: Callable[[Refs, "_Block"], None]
@@ -69,16 +73,14 @@ class _Rows:
 
         def body(refs: Refs) -> None:
             program = lax.axis_index("program")
-            offset = self.registers.load_strip(refs["offset"].at[pl.ds(0, self.strip)], self.vector)
 
             def item(n: Any, _: None) -> None:
                 number = program + n * self.programs
                 i = lax.div(number, jnp.int32(self.blocks))
-                do(refs, _Block(self, i, number - i * self.blocks, offset))
+                do(refs, _Block(self, i, number - i * self.blocks))
 
             lax.fori_loop(0, ceil_div(self.count * self.blocks - program, self.programs), item, None)
 
-        inputs = {**inputs, "offset": jnp.arange(self.strip, dtype=jnp.int32)}
         grid, name = {"program": self.programs}, f"jsd_{self.kernel}"
         return launch(body, inputs, outputs, (), grid=grid, warpgroups=None, name=name, interpret=self.interpret)
 
@@ -90,49 +92,63 @@ class _Rows:
 class _Block:
     """A block of a row."""
 
-    def __init__(self, of: _Rows, row: Any, number: Any, offset: Any) -> None:
-        self.of, self.row, self.number = of, row, number
-        self.offset = offset  # each entry's place in a strip
-
-    def load(self, ref: Any, column: Any) -> Any:
-        of = self.of
-        value = of.registers.load_strip(ref.at[self.row, pl.ds(column, of.strip)], of.vector)
-        return value.astype(jnp.float32)
+    def __init__(self, of: _Rows, row: Any, number: Any) -> None:
+        self.of, self.strips, self.row, self.number = of, of.strips, row, number
 
     def store(self, ref: Any, row: Any, column: Any, value: Any) -> None:
-        of = self.of
-        of.registers.store_strip(ref.at[row, pl.ds(column, of.strip)], value.astype(ref.dtype))
+        self.strips.store(ref.at[row, pl.ds(column, self.strips.size)], value.astype(ref.dtype))
 
     def vectors(self, *values: float) -> tuple[Any, ...]:
-        return tuple(self.of.registers.strip(self.of.strip, self.of.vector, value) for value in values)
+        return tuple(self.strips.full(value) for value in values)
 
     def put(self, refs: Refs, **numbers: Any) -> None:
         for name, x in numbers.items():
             refs[name][self.row, self.number] = x
 
-    def over(self, step: Callable[..., Any], carry: Any) -> Any:
-        """carry = step(columns, new, carry) for strips that begin at these columns.
+    def over(self, sources: Sequence[Any], step: Callable[..., Any], carry: Any) -> Any:
+        """carry = step(columns, strips, new, carry) for strips that begin at these columns, in float32 for each source.
 
         new: which entries of the one strip were in none before; None for all.
         """
-        of = self.of
+        of, strips, size = self.of, self.strips, self.strips.size
         first = self.number * of.block
         end = lax.min(first + of.block, jnp.int32(of.vocab))
-        together = of.ahead * of.strip
+        together = of.ahead * size
         whole = lax.div(end - first, jnp.int32(together))
 
+        def read(column: Any, count: int) -> list[list[Any]]:
+            return [
+                [strips.load(ref.at[self.row, pl.ds(column + k * size, size)]) for k in range(count)] for ref in sources
+            ]
+
+        def taken(column: Any, raw: list[list[Any]], new: Any, carry: Any) -> Any:
+            columns = [column + k * size for k in range(of.ahead if new is None else 1)]
+            return step(columns, [[strips.floats(x) for x in each] for each in raw], new, carry)
+
         def several(n: Any, carry: Any) -> Any:
-            return step([first + n * together + k * of.strip for k in range(of.ahead)], None, carry)
+            column = first + n * together
+            return taken(column, read(column, of.ahead), None, carry)
+
+        def several_early(n: Any, state: Any) -> Any:
+            raw, carry = state
+            # Past the last of them, or past the row, some are read again.
+            following = lax.min(first + (n + 1) * together, jnp.int32(of.vocab - together))
+            more = read(following, of.ahead)
+            return more, taken(first + n * together, raw, None, carry)
 
         def last(n: Any, carry: Any) -> Any:
-            begin = first + whole * together + n * of.strip
-            column = lax.min(begin, jnp.int32(of.vocab - of.strip))
-            return step([column], self.offset >= begin - column, carry)
+            begin = first + whole * together + n * size
+            column = lax.min(begin, jnp.int32(of.vocab - size))
+            return taken(column, read(column, 1), strips.places() >= begin - column, carry)
 
-        carry = lax.fori_loop(0, whole, several, carry)
+        if of.early and sources:
+            raw = read(lax.min(first, jnp.int32(of.vocab - together)), of.ahead)
+            _, carry = lax.fori_loop(0, whole, several_early, (raw, carry))
+        else:
+            carry = lax.fori_loop(0, whole, several, carry)
         if of.vocab % together == 0:
             return carry
-        return lax.fori_loop(0, ceil_div(end - first - whole * together, of.strip), last, carry)
+        return lax.fori_loop(0, ceil_div(end - first - whole * together, size), last, carry)
 
 
 class JsdSoftmax(NamedTuple):
@@ -168,15 +184,14 @@ def softmax(
     *,
     interpret: Any = None,
 ) -> JsdSoftmax:
-    kernel, scale = "softmax_16_bits" if logits.dtype.itemsize == 2 else "softmax", LOG2E / temperature
-    of = _Rows(kernel, logits.shape, interpret)
+    of, scale = _Rows("softmax", (logits,), interpret), LOG2E / temperature
 
     def block(refs: Refs, b: _Block) -> None:
         y = None if label is None else refs["label"][b.row]
 
-        def step(columns: Sequence[Any], new: Any, carry: Any) -> Any:
+        def step(columns: Sequence[Any], rows: Any, new: Any, carry: Any) -> Any:
             top, soft, *hard = carry
-            z = [b.load(refs["logits"], column) for column in columns]
+            (z,) = rows
             z = z if new is None else [jnp.where(new, x, -jnp.inf) for x in z]
             largest = top
             for x in z:
@@ -189,11 +204,11 @@ def softmax(
             if hard:
                 total = hard[0] * jnp.exp2(drop * LOG2E)
                 for column, x in zip(columns, below, strict=True):
-                    total = total + jnp.where(b.offset == y - column, 0.0, jnp.exp2(x * LOG2E))
+                    total = total + jnp.where(b.strips.places() == y - column, 0.0, jnp.exp2(x * LOG2E))
                 hard = [total]
             return largest, soft, *hard
 
-        top, soft, *hard = b.over(step, b.vectors(LOWEST, 0.0, *([] if y is None else [0.0])))
+        top, soft, *hard = b.over([refs["logits"]], step, b.vectors(LOWEST, 0.0, *([] if y is None else [0.0])))
         maximum = jnp.max(top)
         drop = top - maximum
         b.put(refs, maximum=maximum, soft=jnp.sum(soft * jnp.exp2(drop * scale)))
@@ -220,23 +235,23 @@ def terms(
     means: tuple[bool, bool] = (True, True),  # of which models
     interpret: Any = None,
 ) -> JsdTerms:
-    of, beta = _Rows("terms", student.shape, interpret), options.beta
+    of, beta = _Rows("terms", (student, teacher), interpret), options.beta
     scale, near = LOG2E / options.temperature, nearly_equal(beta)
     names = ["losses", *(("by_s", "s") if means[0] else ()), *(("by_t", "t") if means[1] else ())]
 
     def block(refs: Refs, b: _Block) -> None:
         known = _numbers(refs, b.row, _SOFTMAXES)
 
-        def step(columns: Sequence[Any], new: Any, carry: Any) -> Any:
-            for log_s, log_t in _both(refs, b, columns, known, scale)[1]:
+        def step(columns: Sequence[Any], rows: Any, new: Any, carry: Any) -> Any:
+            for log_s, log_t in _both(rows, known, scale):
                 if new is not None:
                     log_s, log_t = (jnp.where(new, x, FLOOR) for x in (log_s, log_t))
-                term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near)
+                term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near, b.strips.log2)
                 made = [term, *((by_s, s) if means[0] else ()), *((by_t, t) if means[1] else ())]
                 carry = [a + b for a, b in zip(carry, made, strict=True)]
             return tuple(carry)
 
-        sums = b.over(step, b.vectors(*[0.0] * len(names)))
+        sums = b.over(_models(refs), step, b.vectors(*[0.0] * len(names)))
         b.put(refs, **{name: jnp.sum(x) for name, x in zip(names, sums, strict=True)})
 
     inputs = {"student": student, "teacher": teacher, "token": token, **_named(softmaxes)}
@@ -266,7 +281,7 @@ def gradients(
     interpret: Any = None,
 ) -> tuple[Array | None, Array | None]:
     """The gradients by both models' logits that have no reference; rows that don't count are 0."""
-    of, beta, scale = _Rows("gradients", student.shape, interpret), options.beta, LOG2E / options.temperature
+    of, beta, scale = _Rows("gradients", (student, teacher), interpret), options.beta, LOG2E / options.temperature
     wanted = [k for k in (0, 1) if scales[k] is not None]
     vectors = {**_named(softmaxes), "student_mean": means[0], "teacher_mean": means[1]}
     vectors |= {"student_scale": scales[0], "teacher_scale": scales[1], **({} if hard is None else hard._asdict())}
@@ -276,32 +291,32 @@ def gradients(
         targets = [refs.get(f"{who}_gradient") for who in _MODELS]
         to = [b.row if x is None else b.row + refs["first"][0] for x in into]
 
-        def zeros(columns: Sequence[Any], new: Any, carry: Any) -> Any:
+        def zeros(columns: Sequence[Any], rows: Any, new: Any, carry: Any) -> Any:
             for column in columns:
                 for k in wanted:
                     b.store(targets[k], to[k], column, b.vectors(0.0)[0])
             return carry
 
         def of_row() -> None:
-            known = _numbers(refs, b.row, vectors)
+            known, log2 = _numbers(refs, b.row, vectors), b.strips.log2
 
-            def step(columns: Sequence[Any], new: Any, carry: Any) -> Any:
-                z, logs = _both(refs, b, columns, known, scale)
-                for column, x, (log_s, log_t) in zip(columns, z, logs, strict=True):
+            def step(columns: Sequence[Any], rows: Any, new: Any, carry: Any) -> Any:
+                logs = _both(rows, known, scale)
+                for column, x, (log_s, log_t) in zip(columns, rows[0], logs, strict=True):
                     if 0 in wanted:
-                        g = known["student_scale"] * _gradient(log_s, log_t, known.get("student_mean"), beta)
+                        g = known["student_scale"] * _gradient(log_s, log_t, known.get("student_mean"), beta, log2)
                         if hard is not None:
                             p = known["factor"] * jnp.exp2((x - known["shift"]) * LOG2E)
-                            g = g + jnp.where(b.offset == known["label"] - column, known["at_label"], p)
+                            g = g + jnp.where(b.strips.places() == known["label"] - column, known["at_label"], p)
                         b.store(targets[0], to[0], column, g)
                     if 1 in wanted:
-                        g = _gradient(log_t, log_s, known.get("teacher_mean"), 1 - beta)
+                        g = _gradient(log_t, log_s, known.get("teacher_mean"), 1 - beta, log2)
                         b.store(targets[1], to[1], column, known["teacher_scale"] * g)
                 return carry
 
-            b.over(step, None)
+            b.over(_models(refs), step, None)
 
-        lax.cond(refs["token"][b.row] >= 0, of_row, lambda: b.over(zeros, None))
+        lax.cond(refs["token"][b.row] >= 0, of_row, lambda: b.over([], zeros, None))
 
     inputs: dict[str, Any] = {"student": student, "teacher": teacher, "token": token, **vectors, "first": first}
     outputs = {}
@@ -331,13 +346,16 @@ def _of_counted(block: Callable[[Refs, _Block], None]) -> Callable[[Refs, _Block
     return lambda refs, b: pl.when(refs["token"][b.row] >= 0)(lambda: block(refs, b))
 
 
-def _both(refs: Refs, b: _Block, columns: Sequence[Any], known: Mapping[str, Any], scale: float) -> tuple[Any, Any]:
-    """The student's logits, and log2 of both models' probabilities, of each strip."""
-    z, u = ([b.load(refs[who], column) for column in columns] for who in _MODELS)
+def _models(refs: Refs) -> list[Any]:
+    return [refs[who] for who in _MODELS]
+
+
+def _both(rows: Any, known: Mapping[str, Any], scale: float) -> list[tuple[Any, Any]]:
+    """log2 of both models' probabilities, of each strip."""
     top, total, teacher_top, teacher_total = (known[name] for name in _SOFTMAXES)
-    return z, [
+    return [
         (_log2_probs(x, top, total, scale), _log2_probs(y, teacher_top, teacher_total, scale))
-        for x, y in zip(z, u, strict=True)
+        for x, y in zip(*rows, strict=True)
     ]
 
 
@@ -349,7 +367,11 @@ def _log2_probs(z: Any, maximum: Any, log_sum: Any, scale: float) -> Any:
     return jnp.maximum((z - maximum) * scale - log_sum, FLOOR)
 
 
-def _mixture(d: Any, beta: float) -> tuple[Any, Any, Any, Any, Any]:
+def _log2(x: Any) -> Any:
+    return jnp.log(x) * LOG2E
+
+
+def _mixture(d: Any, beta: float, log2: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any, Any]:
     """Of d = log2(t / s): whether s is the larger, the weight w of the smaller one, its ratio to the larger, m / hi,
     and its log2."""
     below = d <= 0
@@ -357,15 +379,17 @@ def _mixture(d: Any, beta: float) -> tuple[Any, Any, Any, Any, Any]:
     other: Any = 0.5 if beta == 0.5 else jnp.where(below, 1 - beta, beta)
     e = jnp.exp2(-jnp.abs(d))
     share = w * e + other
-    return below, w, e, share, jnp.log(share) * LOG2E
+    return below, w, e, share, log2(share)
 
 
-def _terms(log_s: Any, log_t: Any, beta: float, near: Sequence[float]) -> tuple[Any, Any, Any, Any, Any]:
+def _terms(
+    log_s: Any, log_t: Any, beta: float, near: Sequence[float], log2: Callable[[Any], Any] = _log2
+) -> tuple[Any, Any, Any, Any, Any]:
     """Of each entry, from log2 of both probabilities: its part of the loss, what the gradients' means are made of, both
     probabilities.  All but these over log(2), as logarithms to base 2 give them.
     """
     if beta == 1:
-        term, by_t, by_s, t, s = _terms(log_t, log_s, 0.0, near)
+        term, by_t, by_s, t, s = _terms(log_t, log_s, 0.0, near, log2)
         return term, by_s, by_t, s, t
     d = log_t - log_s
     size = jnp.abs(d)
@@ -376,7 +400,7 @@ def _terms(log_s: Any, log_t: Any, beta: float, near: Sequence[float]) -> tuple[
         far = jnp.where((d > INFINITE) & (t > 0), jnp.inf, far)
         x, of = -d, t
     else:
-        below, w, e, share, log_share = _mixture(d, beta)
+        below, w, e, share, log_share = _mixture(d, beta, log2)
         hi = jnp.exp2(jnp.maximum(log_s, log_t))
         lo = hi * e
         s, t = jnp.where(below, hi, lo), jnp.where(below, lo, hi)
@@ -390,7 +414,7 @@ def _terms(log_s: Any, log_t: Any, beta: float, near: Sequence[float]) -> tuple[
     return jnp.where(size < NEAR, of * (d * d) * series, jnp.maximum(far, 0.0)), by_s, by_t, s, t
 
 
-def _gradient(log_own: Any, log_other: Any, mean: Any, beta: float) -> Any:
+def _gradient(log_own: Any, log_other: Any, mean: Any, beta: float, log2: Callable[[Any], Any] = _log2) -> Any:
     """A model's probability p times (log2(p / q) - mean), where q is the mixture or, with `beta` 1, the other model's.
 
     `beta` is the weight of the other model in the mixture.  With 0 it is the two probabilities' difference.
@@ -401,5 +425,5 @@ def _gradient(log_own: Any, log_other: Any, mean: Any, beta: float) -> Any:
     d = log_other - log_own
     if beta == 1:
         return p * (-d - mean)
-    log_share = _mixture(d, beta)[-1]
+    log_share = _mixture(d, beta, log2)[-1]
     return p * (-(log_share + jnp.maximum(d, 0.0)) - mean)
