@@ -14,22 +14,20 @@ from onchip.groups.xla import groups
 from onchip.groups.xla.groups import rows_by_index
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.order import ceil_div
-from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.strips import THREADS, Strips
 
-_THREADS = 128  # in a warpgroup
 _AHEAD = 4  # rows that are being loaded at a time
 
 
 def sum_rows(x: Array, index: Array, ends: Array, rows: int, *, interpret: Any = None) -> Array:
     """As `sum_rows` of `onchip.groups.xla.groups`, for a multiple of 8 columns; each addend is read once."""
     (length, width), dtype = x.shape, x.dtype
-    if length == 0 or rows == 0 or width < _THREADS:
+    if length == 0 or rows == 0 or width < THREADS:
         return groups.sum_rows(x, index, ends, rows)
     assert width % 8 == 0
     order, limits = rows_by_index(index, ends, rows)
     strip = max(s for s in (128, 256, 512, 1024) if s <= width)
-    strips = -(-width // strip)
-    registers = Registers(interpret)
+    count, strips = -(-width // strip), Strips(strip, strip // THREADS, interpret)
     programs = 8 * multiprocessors() if interpret is None else 2
 
     def body(refs: Refs) -> None:
@@ -37,16 +35,16 @@ def sum_rows(x: Array, index: Array, ends: Array, rows: int, *, interpret: Any =
 
         def item(number: Any, _: None) -> None:
             i = program + number * programs
-            row = lax.div(i, jnp.int32(strips))
+            row = lax.div(i, jnp.int32(count))
             # The last strip of a row may overlap with the one before; they agree.
-            column = lax.min((i - row * strips) * strip, jnp.int32(width - strip))
+            column = lax.min((i - row * count) * strip, jnp.int32(width - strip))
             begin, end = refs["limits"][row], refs["limits"][row + 1]
 
             def addend(at: Any) -> Any:
                 """That row of x, or zeros past the last one."""
                 source = refs["order"][lax.max(lax.min(at, end - 1), jnp.int32(0))]
-                value = registers.load_strip(refs["x"].at[source, pl.ds(column, strip)], strip // _THREADS)
-                return jnp.where(at < end, value.astype(jnp.float32), 0.0)
+                value = strips.floats(strips.load(refs["x"].at[source, pl.ds(column, strip)]))
+                return jnp.where(at < end, value, 0.0)
 
             def add(turn: Any, total: Any) -> Any:
                 for value in [addend(begin + 1 + turn * _AHEAD + a) for a in range(_AHEAD)]:
@@ -55,9 +53,9 @@ def sum_rows(x: Array, index: Array, ends: Array, rows: int, *, interpret: Any =
 
             turns = ceil_div(lax.max(end - begin - 1, jnp.int32(0)), _AHEAD)
             total = lax.fori_loop(0, turns, add, addend(begin))
-            refs["out"][row, pl.ds(column, strip)] = total.astype(dtype)
+            strips.store(refs["out"].at[row, pl.ds(column, strip)], total.astype(dtype))
 
-        lax.fori_loop(0, ceil_div(rows * strips - program, programs), item, None)
+        lax.fori_loop(0, ceil_div(rows * count - program, programs), item, None)
 
     inputs = {"x": x, "order": order, "limits": limits}
     outputs = {"out": jax.ShapeDtypeStruct((rows, width), dtype)}
