@@ -67,31 +67,6 @@ class Registers:
         else:
             plgpu.store(ref, value, optimized=False)
 
-    def load_strip(self, ref: Any, vector: int) -> Any:
-        """Load a vector from device memory; each thread has so many elements in a row."""
-        if self.interpreted:
-            return ref[...]
-        layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
-        return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
-
-    def store_strip(self, ref: Any, value: Any) -> None:
-        """Store a vector that `load_strip` made, or that was made of such; no thread waits for another."""
-        if self.interpreted:
-            ref[...] = value
-            return
-
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.Layout.WG_STRIDED(value.shape, vec_size=value.size // 128))
-        )
-        def store(_: Any, ref: Any, value: Any) -> None:
-            value.store_untiled(ref, optimized=False)
-
-        store(ref, value)
-
-    def strip(self, size: int, vector: int, value: float) -> Any:
-        """A vector like those of `load_strip`, all of it `value`."""
-        return self._cast(jnp.full((size,), value, jnp.float32), plgpu.Layout.WG_STRIDED((size,), vec_size=vector))
-
     def spread(self, x: Any, shape: tuple[int, int], over: int) -> Any:
         """Spread a vector that `load` or a reduction made over a matrix."""
         return self._cast(lax.broadcast_in_dim(x, shape, (1 - over,)), plgpu.Layout.WGMMA)

@@ -21,6 +21,7 @@ from onchip.kernels.mosaic.order import ceil_div, each
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
 from onchip.kernels.mosaic.ptx import store_boxes
 from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.strips import Strips
 from onchip.vocab.mosaic.bits import join, to_bits
 from onchip.vocab.mosaic.blocks import REACH, KeptBlocks, by_range, tokens_of, vocab_of
 from onchip.vocab.mosaic.positions import NO_LABEL
@@ -284,12 +285,11 @@ def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: An
     """Each label's sum, added to its row of `out`; without `out`, stored at the index of its first position, [T, H]."""
     (tokens,) = label.shape
     rows, size = hidden.shape
-    registers = Registers(interpret)
     share, strip = _strips(size)
     starts = [min(x, share - strip) for x in range(0, share, strip)]
     adds = out is not None
     dtype = jnp.dtype(out.dtype if adds else jnp.float32)
-    vector = min(strip // _THREADS, 16 // max(dtype.itemsize, hidden.dtype.itemsize))
+    of = Strips(strip, min(strip // _THREADS, 16 // max(dtype.itemsize, hidden.dtype.itemsize)), interpret)
     programs = 8 * multiprocessors() if interpret is None else 2
     token = jnp.minimum(token, rows - 1)
 
@@ -298,15 +298,15 @@ def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: An
         column = lax.axis_index("share") * share
         program = lax.axis_index("program")
 
-        def strips(ref: Any, row: Any) -> list[Any]:
-            found = [registers.load_strip(ref.at[row, pl.ds(column + x, strip)], vector) for x in starts]
-            return [x.astype(jnp.float32) for x in found]
+        def strips(ref: Any, row: Any, *, constant: bool = True) -> list[Any]:
+            found = [of.load(ref.at[row, pl.ds(column + x, strip)], constant=constant) for x in starts]
+            return [of.floats(x) for x in found]
 
         def label_of(i: Any) -> Any:
             return jnp.where(i < tokens, label[lax.min(i, jnp.int32(tokens - 1))], jnp.int32(NO_LABEL))
 
         def segment(i: Any, y: Any) -> None:
-            old = strips(out, y) if adds else []
+            old = strips(out, y, constant=False) if adds else []
             first = token[i]
             total = [x * term[i] for x in strips(hidden, first)]
 
