@@ -1,6 +1,7 @@
 """The 'mosaic_gpu' backend for logits that exist, on the CPU: its kernels interpreted and lowered for CUDA, and the ops
 around them with stand-ins."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -130,8 +131,8 @@ def test_kernels_lower(vocab, dtype, labels):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_fit_a_row(vocab, dtype):
     """Rows begin at multiples of what a thread reads, and the last tile begins in the row."""
-    for soft in (False, True):
-        t = RowWalk.of(vocab, dtype, soft=soft)
+    for kernel, soft in itertools.product(("statistics", "gradients"), (False, True)):
+        t = RowWalk.of(kernel, vocab, dtype, soft=soft)
         assert vocab % t.unit == 0
         assert t.unit * jnp.dtype(dtype).itemsize <= 16
         assert mosaic.THREADS * t.unit * t.strips <= vocab
