@@ -132,7 +132,7 @@ def cross_entropy(
         label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise; temperature is
             a number or [...].
         backend: "mosaic_gpu" (kernels for Hopper), "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as
-            in `linear_cross_entropy`) or "auto", which takes plain JAX for labels of every entry.
+            in `linear_cross_entropy`) or "auto".
         scratch_bytes: bound on the temporary memory, not counting the gradient, in one of the forms that
             `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
             at least what a useful chunk of rows needs.
@@ -203,8 +203,6 @@ def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static,
     static, logits = split_as(static, vocab), logits.reshape(logits.size // vocab, vocab)
     problem = _problem(static, True, logits, constants)
     refused = row_refusals(problem, static.platform, static.shard)
-    if static.backend == "auto" and problem.labels and "mosaic_gpu" in refused:
-        refused["mosaic_gpu"] = "with labels for every entry it has not run on a GPU yet"
     return static._replace(backend=choose_backend(OP, static.backend, refused)), logits, constants
 
 
