@@ -21,14 +21,13 @@ from onchip.kernels.mosaic.order import ceil_div, each
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
 from onchip.kernels.mosaic.ptx import store_boxes
 from onchip.kernels.mosaic.registers import Registers
-from onchip.kernels.mosaic.strips import Strips
+from onchip.kernels.mosaic.strips import THREADS, Strips
 from onchip.vocab.mosaic.bits import join, to_bits
 from onchip.vocab.mosaic.blocks import REACH, KeptBlocks, by_range, tokens_of, vocab_of
 from onchip.vocab.mosaic.positions import NO_LABEL
 from onchip.vocab.mosaic.sums import bits_of
 
 _TOKENS = 128  # that are rebased together
-_THREADS = 128  # of a warpgroup
 _STRIP = 1024  # elements of a row that a program adds to at a time, at most
 _AHEAD = 8  # rows of hidden that are on their way at a time
 _SMALLEST = 2.0**-126  # of the normal numbers
@@ -277,7 +276,7 @@ def _strips(hidden: int) -> tuple[int, int]:
         length = -(-share // strip) * strip
         return max(length - _STRIP, 0), hidden // share * length, -strip
 
-    shares = [x for x in range(_THREADS, hidden + 1, 8) if hidden % x == 0]
+    shares = [x for x in range(THREADS, hidden + 1, 8) if hidden % x == 0]
     return min(((x, y) for x in shares for y in (128, 256, 512, 1024) if y <= x), key=lambda xy: cost(*xy))
 
 
@@ -289,7 +288,7 @@ def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: An
     starts = [min(x, share - strip) for x in range(0, share, strip)]
     adds = out is not None
     dtype = jnp.dtype(out.dtype if adds else jnp.float32)
-    of = Strips(strip, min(strip // _THREADS, 16 // max(dtype.itemsize, hidden.dtype.itemsize)), interpret)
+    of = Strips(strip, min(strip // THREADS, 16 // max(dtype.itemsize, hidden.dtype.itemsize)), interpret)
     programs = 8 * multiprocessors() if interpret is None else 2
     token = jnp.minimum(token, rows - 1)
 
@@ -364,10 +363,10 @@ def add_targets(
     """
     vocab, size = vocab_of(out, vocab_major), hidden.shape[1]
     assert size % 8 == 0
-    if vocab_major and size >= _THREADS:
+    if vocab_major and size >= THREADS:
         _sum_targets(hidden, token, label, term, out, interpret)
         return
-    padded = jnp.pad(hidden, ((0, 0), (0, max(0, _THREADS - size))))
+    padded = jnp.pad(hidden, ((0, 0), (0, max(0, THREADS - size))))
     sums = _sum_targets(padded, token, label, term, None, interpret)
     assert sums is not None
     sums = sums[:, :size]
