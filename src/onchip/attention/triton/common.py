@@ -18,8 +18,8 @@ ENTRIES = gl.constexpr(8)
 # Registers of a thread, in both groups that multiply, and in the warp that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
-# Columns of wide heads: those of q and k, of which products take 128 and then the rest, and those of v.
-WIDE, REST, VALUES = gl.constexpr(192), gl.constexpr(64), gl.constexpr(128)
+# Columns that leave by way of shared memory together, where it has no room for more.
+FEW_COLUMNS = gl.constexpr(64)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)
@@ -43,11 +43,27 @@ def matrix(block):
     return block.reshape([block.shape[-2], block.shape[-1]])
 
 
+@gluon.constexpr_function
+def columns_of(x, rest):
+    """Columns of a descriptor's blocks, and of those of the rest, if there is any."""
+    return x.block_shape[-1] + (0 if rest is None else rest.block_shape[-1])
+
+
+@gluon.jit
+def anew(i):
+    """i, of which the compiler doesn't know that it stays the same: what is made of it takes no registers in a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(i)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def product_of_wide(a, a_rest, b, b_rest, zeros):
-    """a b.T, begun but not awaited, of two parts of their columns; b and b_rest are blocks of a ring."""
+    """a b.T, begun but not awaited, of all columns: those of a_rest and b_rest too, if there are any; b and b_rest are
+    blocks of a ring.
+    """
     made = warpgroup_mma(a, matrix(b).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(a_rest, matrix(b_rest).permute((1, 0)), made, is_async=True)
+    if a_rest is not None:
+        made = warpgroup_mma(matrix(a_rest), matrix(b_rest).permute((1, 0)), made, is_async=True)
+    return made
 
 
 @gluon.jit
@@ -88,6 +104,18 @@ def query_entry(table, t, of_mask, entries, keys, GROUPS: gl.constexpr, KEYS: gl
         full_first, full_last = max(full_first, gl.load(at + 2)), min(full_last, gl.load(at + 3))
     first = min(first, gl.cdiv(keys, KEYS) - 1)
     return first, max(last, first + 1), full_first, full_last
+
+
+@gluon.jit
+def query_range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
+    """As `query_entry`, for two groups and blocks of any number of keys."""
+    at = table + (of_mask * entries + t * 2) * ENTRIES
+    other = table + (of_mask * entries + min(t * 2 + 1, entries - 1)) * ENTRIES
+    least, most = min(gl.load(at + 4), gl.load(other + 4)), max(gl.load(at + 5), gl.load(other + 5))
+    full_first = gl.cdiv(max(gl.load(at + 6), gl.load(other + 6)), KEYS)
+    full_last = min(gl.load(at + 7), gl.load(other + 7)) // KEYS
+    first = min(least // KEYS, gl.cdiv(keys, KEYS) - 1)
+    return first, max(gl.cdiv(most, KEYS), first + 1), full_first, full_last
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton import rows, tables
 from onchip.attention.triton.forward import attend
 from onchip.attention.triton.key_gradient import key_gradient
-from onchip.attention.triton.problem import FEW_ROWS, TILE, padded, tiles_of
+from onchip.attention.triton.problem import FEW_ROWS, LARGEST_HEAD, TILE, key_tile, padded, tiles_of
 from onchip.attention.triton.query_gradient import query_gradient
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, describe, shared_descriptor
 
@@ -53,7 +53,7 @@ def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
     arguments = {
         "of_queries": m.table, "stop": m.stop, "table": into, "queries": p.queries, "keys": p.keys,
         "tiles": m.table.shape[1], "key_tiles": key_tiles,
-        "ROWS": HALF, "KEYS": TILE, "BLOCK": 512,
+        "ROWS": HALF, "KEYS": key_tile(p), "BLOCK": 512,
     }  # fmt: skip
     return Launch(tables.key_table, (key_tiles, sequences), arguments)
 
@@ -87,7 +87,7 @@ def gradient_rows(
         "of_sinks": of_sinks, "queries": p.queries, "padded": padded(p.queries), "heads": p.heads,
         "tiles": padded(p.queries) // FEW_ROWS,
         **{f"{name}_{dim}": x[i] for name, x in strides.items() for i, dim in ((0, "batch"), (2, "head"), (1, "row"))},
-        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": width(p),
+        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": 256 if p.value_size > LARGEST_HEAD else width(p),
     }  # fmt: skip
     return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS, p.batch * p.heads), arguments)
 

@@ -168,7 +168,8 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     if of_q is not None:
         _kernels(q, p).gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
     if of_k is not None or of_v is not None:
-        table = stated.empty((kept.table.shape[0], problem.tiles_of(p.keys), 4), torch.int32, device)
+        tiles = problem.tiles_of(p.keys, problem.key_tile(p))
+        table = stated.empty((kept.table.shape[0], tiles, 4), torch.int32, device)
         launches.key_table(p, mask, table).run()
         of_k, of_v = (stated.empty(x.shape, dtype, device) if of is None else of for of, x in ((of_k, k), (of_v, v)))
         _kernels(q, p).gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()

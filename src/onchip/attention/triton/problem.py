@@ -7,19 +7,29 @@ TILE = 128
 # Rows of a program in the kernels that go row by row.
 FEW_ROWS = 32
 LARGEST_HEAD = 128
-# Of q and k, in kernels for Hopper; values have at most LARGEST_HEAD.
-LARGEST_WIDE_HEAD = 192
+# Of q and k, in kernels for Hopper whose values have at most LARGEST_HEAD; and of all, in others for it.
+LARGEST_WIDE_HEAD, LARGEST_HOPPER_HEAD = 192, 256
 # Offsets have 32 bits, and a grid's second dimension counts the heads of all sequences.
 _MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
 
 
 def is_wide(p: AttentionProblem) -> bool:
-    """Whether q and k have more columns than values may have."""
-    return p.size > LARGEST_HEAD
+    """Whether heads have more numbers than any GPU's kernels take."""
+    return max(p.size, p.value_size) > LARGEST_HEAD
 
 
-def tiles_of(tokens: int) -> int:
-    return -(-tokens // TILE)
+def is_widest(p: AttentionProblem) -> bool:
+    """Whether they have more than kernels for Hopper take whose values are narrow."""
+    return p.size > LARGEST_WIDE_HEAD or p.value_size > LARGEST_HEAD
+
+
+def tiles_of(tokens: int, tile: int = TILE) -> int:
+    return -(-tokens // tile)
+
+
+def key_tile(p: AttentionProblem) -> int:
+    """Keys of a tile for the gradients of keys and values: two groups of warps have halves of it, or one half is it."""
+    return TILE // 2 if is_widest(p) else TILE
 
 
 def entries_of(tokens: int) -> int:
@@ -43,10 +53,12 @@ def refusal(
     sinks: bool,
 ) -> str | None:
     """Why the kernels can't serve a call, or None."""
-    for name, size, largest in (("head", p.size, LARGEST_WIDE_HEAD), ("value", p.value_size, LARGEST_HEAD)):
-        if size > largest or size % 8:
-            remedy = "pass" if size > largest else "pad them with zeros, or pass"
-            return f"its {name} sizes are multiples of 8 up to {largest}, not {size}; {remedy} backend='plain'"
+    for name, size in (("head", p.size), ("value", p.value_size)):
+        if size > LARGEST_HOPPER_HEAD or size % 8:
+            remedy = "pass" if size > LARGEST_HOPPER_HEAD else "pad them with zeros, or pass"
+            return (
+                f"its {name} sizes are multiples of 8 up to {LARGEST_HOPPER_HEAD}, not {size}; {remedy} backend='plain'"
+            )
     if dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {dtype}; cast q, k and v, or pass backend='plain'"
     if blocked:
@@ -76,7 +88,7 @@ def memory_parts(p: AttentionProblem, sequences: int, *, backward: bool, sinks: 
     }
     if backward:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
-        parts["ranges of queries"] = 16 * sequences * tiles_of(p.keys)
+        parts["ranges of queries"] = 16 * sequences * tiles_of(p.keys, key_tile(p))
     if backward and sinks:
         parts["the sinks' gradient by rows"] = 4 * planes * (padded(p.queries) // FEW_ROWS)
     return parts

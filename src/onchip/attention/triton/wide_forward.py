@@ -1,9 +1,9 @@
-"""The forward kernel for heads of up to 192 numbers whose values have up to 128, in Gluon, for Hopper.
+"""The forward kernel for heads of more than 128 numbers, in Gluon, for Hopper.
 
-The walk is that of `forward`.  Tiles are powers of two, so q and k come in 128 columns and in the 64 that remain, and a
-score is the sum of two products.  With two blocks of 128 keys in the rings there is room for one tile of queries, not
-two: it is freed after its last scores, and the next one comes while the values of its last block are multiplied.
-Results leave by 64 columns, since all other memory is taken.
+The walk is that of `forward`.  Tiles are powers of two, so the 192 columns of q and k come in 128 and in the 64 that
+remain, and a score is the sum of two products; 256 columns come in one part.  Values have 128 columns, or 256.  With two
+blocks in the rings there is room for one tile of queries, not two: it is freed after its last scores, and the next one
+comes while the values of its last block are multiplied.  Results leave by few columns, since all other memory is taken.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -17,14 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.attention.triton.common import (
+    FEW_COLUMNS,
     FEW_REGISTERS,
     HALF,
     LN2,
     LOG2E,
     REGISTERS,
-    REST,
-    VALUES,
-    WIDE,
+    TILE,
+    columns_of,
     factor_layout,
     hides_some,
     matrix,
@@ -34,11 +34,20 @@ from onchip.attention.triton.common import (
     product_of_wide,
     products_layout,
     query_entry,
+    query_range,
     scores,
     seen_blocks,
 )
 from onchip.attention.triton.forward import begin, rows_of, softmax
 from onchip.kernels.triton.gluon import barrier, copy_in, send
+
+
+@gluon.jit
+def _range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
+    if KEYS == TILE:
+        return query_entry(table, t, of_mask, entries, keys, 2, KEYS)
+    else:  # noqa: RET505 - Triton would compile what follows too
+        return query_range(table, t, of_mask, entries, keys, KEYS)
 
 
 @gluon.jit
@@ -49,12 +58,15 @@ def _copy(rings, q, q_rest, k, k_rest, v, mask, sizes, KEYS: gl.constexpr, STAGE
     vs, v_full, v_empty = of_v
     start, end, stop, table, stops = mask
     queries, keys, heads, group, planes, tiles, entries, own, section = sizes
+    WIDE: gl.constexpr = columns_of(q, q_rest)
+    FIRST: gl.constexpr = q.block_shape[-1]
+    VALUES: gl.constexpr = v.block_shape[-1]
     step = 0
     count = 0
     for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
-        first, last, _first, _last = query_entry(table, t, b * own, entries, keys, 2, KEYS)
+        first, last, _first, _last = _range(table, t, b * own, entries, keys, KEYS)
         j, blocks = seen_blocks(stops, b * own, keys, first, last, t * 2 * HALF, KEYS)
         for m in range(blocks):
             s = step % STAGES
@@ -62,14 +74,16 @@ def _copy(rings, q, q_rest, k, k_rest, v, mask, sizes, KEYS: gl.constexpr, STAGE
             mbarrier.wait(k_empty.index(s), phase ^ 1)
             mbarrier.expect(k_full.index(s), KEYS * WIDE * 2)
             copy_in(k, [b, h // group, j * KEYS, 0], k_full.index(s), ks.index(s))
-            copy_in(k_rest, [b, h // group, j * KEYS, VALUES], k_full.index(s), ks_rest.index(s))
+            if k_rest is not None:
+                copy_in(k_rest, [b, h // group, j * KEYS, FIRST], k_full.index(s), ks_rest.index(s))
             if m == 0:  # whose memory is free later than that of keys
                 for w in gl.static_range(2):
                     row = (t * 2 + w) * HALF
                     mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)
                     mbarrier.expect(q_full.index(w), HALF * WIDE * 2)
                     copy_in(q, [b, h, row, 0], q_full.index(w), qs.index(w))
-                    copy_in(q_rest, [b, h, row, VALUES], q_full.index(w), qs_rest.index(w))
+                    if q_rest is not None:
+                        copy_in(q_rest, [b, h, row, FIRST], q_full.index(w), qs_rest.index(w))
             mbarrier.wait(v_empty.index(s), phase ^ 1)
             mbarrier.expect(v_full.index(s), KEYS * VALUES * 2)
             copy_in(v, [b, h // group, j * KEYS, 0], v_full.index(s), vs.index(s))
@@ -88,7 +102,7 @@ def _tile(n, mask, sizes, rows: gl.constexpr, W: gl.constexpr, KEYS: gl.constexp
     i, plane = place(n, tiles, planes, section)
     first_row = ((tiles - 1 - i) * 2 + W) * HALF
     of_mask = plane // heads * own
-    first, last, full_first, full_last = query_entry(table, tiles - 1 - i, of_mask, entries, keys, 2, KEYS)
+    first, last, full_first, full_last = _range(table, tiles - 1 - i, of_mask, entries, keys, KEYS)
     row, start, end = rows_of(start_p, end_p, of_mask, first_row, queries, keys, rows)
     return plane, first_row, first, last, full_first, full_last, start, end
 
@@ -102,11 +116,12 @@ def _write_lse(most, total, lse, plane, first_row, queries, rows: gl.constexpr):
 @gluon.jit
 def _write_out(acc, total, out, staged, plane, heads, first_row):
     """Of a group's half of a tile."""
+    VALUES: gl.constexpr = acc.shape[1]
     of_out: gl.constexpr = products_layout(VALUES)
     nothing = gl.convert_layout(total == 0, gl.SliceLayout(1, of_out))
     inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, of_out))
     acc = gl.where(nothing[:, None], 0.0, acc * inverse[:, None])
-    send(acc, out, staged, (plane // heads, plane % heads, first_row), 0, HALF, VALUES, REST)
+    send(acc, out, staged, (plane // heads, plane % heads, first_row), 0, HALF, VALUES, FEW_COLUMNS)
 
 
 @gluon.jit
@@ -120,13 +135,15 @@ def _attend(
     vs, v_full, v_empty = of_v
     start_p, end_p, stop, table, stops = mask
     queries, keys, heads, group, planes, tiles, entries, own, section = sizes
+    VALUES: gl.constexpr = vs.shape[-1]
     layout: gl.constexpr = products_layout(KEYS)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     zeros = gl.zeros((HALF, KEYS), gl.float32, layout)
     acc = gl.zeros((HALF, VALUES), gl.float32, products_layout(VALUES))
     factor = (scale if softcap is None else softcap) * LOG2E
     begins = gl.program_id(0)
-    q, q_rest = matrix(qs.index(W)), matrix(qs_rest.index(W))
+    q = matrix(qs.index(W))
+    q_rest = qs_rest.index(W) if qs_rest is not None else None
 
     plane, first_row, first, last, full_first, full_last, start, end = _tile(begins, mask, sizes, rows, W, KEYS)
     row = first_row + gl.arange(0, HALF, rows)
@@ -134,7 +151,9 @@ def _attend(
     most, total = begin(sinks, plane % heads, rows)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(0), 0)
-    s = product_of_wide(q, q_rest, ks.index(0), ks_rest.index(0), zeros)
+    s = product_of_wide(
+        q, q_rest, ks.index(0), ks_rest.index(0) if ks_rest is not None else None, zeros
+    )
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     mbarrier.arrive(k_empty.index(0), count=1)
     j, _blocks = seen_blocks(stops, of_mask, keys, first, last, first_row - W * HALF, KEYS)
@@ -164,7 +183,9 @@ def _attend(
             now = step % STAGES
             mbarrier.wait(k_full.index(now), (step // STAGES) & 1)
             mbarrier.wait(turns.index(W), (turn & 1) ^ (W == 0))  # the first group begins
-            s = product_of_wide(q, q_rest, ks.index(now), ks_rest.index(now), zeros)
+            s = product_of_wide(
+                q, q_rest, ks.index(now), ks_rest.index(now) if ks_rest is not None else None, zeros
+            )
             mbarrier.wait(v_full.index(before), phase)
             sums = warpgroup_mma(factors, matrix(vs.index(before)), acc, is_async=True)
             mbarrier.arrive(turns.index((W + 1) % 2), count=1)
@@ -208,11 +229,13 @@ def attend_wide(
     queries, keys, heads, group, planes, tiles, entries, own, section,
     KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`q_rest` is q in blocks of the last 64 columns, like `k_rest`."""
+    """`q_rest` is q in blocks of the columns that q's blocks leave out, if they do, like `k_rest`."""
     of_q = new_ring(q, 2, 1)
-    qs_rest = gl.allocate_shared_memory(q.dtype, [2] + q_rest.block_shape, q_rest.layout)
+    qs_rest, ks_rest = None, None
+    if q_rest is not None:
+        qs_rest = gl.allocate_shared_memory(q.dtype, [2] + q_rest.block_shape, q_rest.layout)
+        ks_rest = gl.allocate_shared_memory(k.dtype, [STAGES] + k_rest.block_shape, k_rest.layout)
     of_k = new_ring(k, STAGES, 2)
-    ks_rest = gl.allocate_shared_memory(k.dtype, [STAGES] + k_rest.block_shape, k_rest.layout)
     of_v = new_ring(v, STAGES, 2)
     staged = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

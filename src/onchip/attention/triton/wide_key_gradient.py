@@ -21,10 +21,7 @@ from onchip.attention.triton.common import (
     HALF,
     LOG2E,
     REGISTERS,
-    REST,
     TILE,
-    VALUES,
-    WIDE,
     capped,
     factor_layout,
     matrix,
@@ -34,6 +31,9 @@ from onchip.attention.triton.common import (
 )
 from onchip.attention.triton.key_gradient import key_entry, row_numbers
 from onchip.kernels.triton.gluon import barrier, copy_in, copy_out
+
+# Columns of q and k, of which products take those that values have and then the rest.
+WIDE, REST, VALUES = gl.constexpr(192), gl.constexpr(64), gl.constexpr(128)
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def _differentiate(
     sum_k = gl.zeros((HALF, VALUES), gl.float32, products_layout(VALUES))
     sum_k_rest = gl.zeros((HALF, REST), gl.float32, products_layout(REST))
     sum_v = gl.zeros((HALF, VALUES), gl.float32, products_layout(VALUES))
-    k, k_rest, v = matrix(ks.index(W)), matrix(ks_rest.index(W)), matrix(vs.index(W))
+    k, k_rest, v = matrix(ks.index(W)), ks_rest.index(W), matrix(vs.index(W))
     mbarrier.wait(k_full, 0)
     factor = (scale if softcap is None else softcap) * LOG2E
     # What the last block adds to the gradients of keys is multiplied beside this block's scores; at first, nothing.
@@ -167,7 +167,7 @@ def _differentiate(
     sum_k, sum_k_rest = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, sum_k_rest))
     # Where none sees a key, what isn't a number is in no sum.
     k.store(gl.where(any_sees, sum_k * scale, 0.0).to(grad_k.dtype))
-    k_rest.store(gl.where(any_sees, sum_k_rest * scale, 0.0).to(grad_k.dtype))
+    matrix(k_rest).store(gl.where(any_sees, sum_k_rest * scale, 0.0).to(grad_k.dtype))
     v.store(gl.where(any_sees, sum_v, 0.0).to(grad_v.dtype))
     fence_async_shared()
     barrier()

@@ -1,23 +1,38 @@
-"""The launches of attention's kernels for heads of up to 192 numbers whose values have up to 128, on Hopper."""
+"""The launches of attention's kernels for heads of more than 128 numbers, on Hopper."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton.launches import HALF, Masked, by_head, programs, walk
-from onchip.attention.triton.problem import TILE, padded, tiles_of
+from onchip.attention.triton.paired_key_gradient import paired_key_gradient
+from onchip.attention.triton.problem import TILE, is_widest, key_tile, padded, tiles_of
 from onchip.attention.triton.wide_forward import attend_wide
 from onchip.attention.triton.wide_key_gradient import wide_key_gradient
 from onchip.attention.triton.wide_query_gradient import wide_query_gradient
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
 
-# Columns of a block of values; blocks of q and k have as many, then the rest.
-VALUES, REST = 128, 64
+
+class _Blocks(NamedTuple):
+    """How the kernels take heads."""
+
+    columns: int  # of a block of q and k
+    rest: int  # those of q and k that it leaves out
+    values: int
+    keys: int  # of a block in forward
+    value_stages: int  # blocks of values in the ring, in the gradient of queries
+    staged: int  # columns of the queries' gradient that leave together
+    rows: int  # queries of a block in the gradients of keys and values
+    stages: int  # blocks in these gradients' rings
+
+
+_WIDE = _Blocks(128, 64, 128, keys=TILE, value_stages=2, staged=64, rows=32, stages=4)
+_WIDEST = _Blocks(256, 0, 256, keys=64, value_stages=1, staged=256, rows=32, stages=4)
+# Columns of out that leave together.
+_FEW = 64
 # Keys of a block, for the gradient of queries.
 KEYS = 64
-# Queries of a block, for the gradients of keys and values, and blocks in the rings.
-ROWS, STAGES = 32, 4
 
 
 def forward(
@@ -25,9 +40,11 @@ def forward(
     softcap: float | None, out: Tensor, lse: Tensor,
 ) -> Launch:  # fmt: skip
     """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous."""
+    how = _blocks(p)
     arguments = {
-        **_parts("q", q, HALF), **_parts("k", k, TILE), "v": by_head(v, TILE, VALUES), "out": by_head(out, HALF, REST),
-        "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, _COLUMNS),
+        **_parts("q", q, HALF, how), **_parts("k", k, how.keys, how), "v": by_head(v, how.keys, how.values),
+        "out": by_head(out, HALF, _FEW), "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, _columns(how)),
+        "KEYS": how.keys,
     }  # fmt: skip
     return Launch(attend_wide, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
@@ -36,10 +53,12 @@ def gradient_of_queries(
     p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
     of_rows: Tensor, grad_q: Tensor,
 ) -> Launch:  # fmt: skip
+    how = _blocks(p)
     arguments = {
-        **_parts("q", q, HALF), "d_out": by_head(d_out, HALF, VALUES), **_parts("k", k, KEYS),
-        "v": by_head(v, KEYS, VALUES), "grad_q": by_head(grad_q, HALF, REST), "of_rows": of_rows,
-        "padded": padded(p.queries), **walk(p, m, scale, softcap, _COLUMNS), "KEYS": KEYS,
+        **_parts("q", q, HALF, how), "d_out": by_head(d_out, HALF, how.values), **_parts("k", k, KEYS, how),
+        "v": by_head(v, KEYS, how.values), "grad_q": by_head(grad_q, HALF, how.staged), "of_rows": of_rows,
+        "padded": padded(p.queries), **walk(p, m, scale, softcap, _columns(how)), "KEYS": KEYS,
+        "VALUE_STAGES": how.value_stages,
     }  # fmt: skip
     return Launch(wide_query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
@@ -49,23 +68,31 @@ def gradient_of_keys(
     of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor,
 ) -> Launch:  # fmt: skip
     """The launch for the gradients of keys and values; `table` is that of key tiles."""
-    tokens, planes = padded(p.queries), 2 * p.batch * p.heads
+    how, tokens, planes = _blocks(p), padded(p.queries), 2 * p.batch * p.heads
+    tiles = tiles_of(p.keys, key_tile(p))
     arguments = {
-        **_parts("q", q, ROWS), "d_out": by_head(d_out, ROWS, VALUES), **_parts("k", k, HALF),
-        "v": by_head(v, HALF, VALUES), **_parts("grad_k", grad_k, HALF), "grad_v": by_head(grad_v, HALF, VALUES),
-        "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
+        **_parts("q", q, how.rows, how), "d_out": by_head(d_out, how.rows, how.values), **_parts("k", k, HALF, how),
+        "v": by_head(v, HALF, how.values), **_parts("grad_k", grad_k, HALF, how),
+        "grad_v": by_head(grad_v, HALF, how.values),
+        "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, how.rows), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
-        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
-        "own": int(len(m.start) > 1), "ROWS": ROWS, "STAGES": STAGES,
+        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles,
+        "own": int(len(m.start) > 1), "ROWS": how.rows, "STAGES": how.stages, "HELD": False, "LATE": True,
     }  # fmt: skip
-    grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
-    return Launch(wide_key_gradient, grid, arguments, registers=ALL_REGISTERS)
+    kernel = paired_key_gradient if is_widest(p) else wide_key_gradient
+    return Launch(kernel, (tiles * p.batch * p.key_heads,), arguments, registers=ALL_REGISTERS)
 
 
-# Columns of k and v together, by half: what a plane's keys and values take of L2.
-_COLUMNS = (VALUES + REST + VALUES) // 2
+def _blocks(p: AttentionProblem) -> _Blocks:
+    return _WIDEST if is_widest(p) else _WIDE
 
 
-def _parts(name: str, x: Tensor, tokens: int) -> dict[str, Any]:
-    """x [B, T, H, D] in blocks of the first columns, and of the rest."""
-    return {name: by_head(x, tokens, VALUES), f"{name}_rest": by_head(x, tokens, REST)}
+def _columns(how: _Blocks) -> int:
+    """Columns of k and v together, by half: what a plane's keys and values take of L2."""
+    return (how.columns + how.rest + how.values) // 2
+
+
+def _parts(name: str, x: Tensor, tokens: int, how: _Blocks) -> dict[str, Any]:
+    """x [B, T, H, D] in blocks of the first columns, and of the rest, if there is any."""
+    rest = by_head(x, tokens, how.rest) if how.rest else None
+    return {name: by_head(x, tokens, how.columns), f"{name}_rest": rest}

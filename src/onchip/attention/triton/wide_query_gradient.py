@@ -1,7 +1,8 @@
-"""The gradient of queries for heads of up to 192 numbers whose values have up to 128, in Gluon, for Hopper.
+"""The gradient of queries for heads of more than 128 numbers, in Gluon, for Hopper.
 
 The walk is that of `query_gradient`, by blocks of 64 keys: with 128, both products of a block and the sum, of 192
-columns, are more than a thread's registers hold.
+columns or 256, are more than a thread's registers hold.  With 256 columns, queries, gradients of out and rings fill
+shared memory: a result leaves by that of its queries, and the next ones come then.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -15,17 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.attention.triton.common import (
-    ENTRIES,
     FEW_REGISTERS,
     HALF,
     LOG2E,
     REGISTERS,
-    REST,
     TILE,
-    VALUES,
-    WIDE,
+    anew,
     are_seen,
     capped,
+    columns_of,
     factor_layout,
     hides_some,
     matrix,
@@ -34,54 +33,51 @@ from onchip.attention.triton.common import (
     place,
     product_of_wide,
     products_layout,
+    query_range,
     seen_blocks,
 )
 from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 
 @gluon.jit
-def _range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
-    """As `query_entry`, for two groups and blocks of fewer keys than the table's."""
-    at = table + (of_mask * entries + t * 2) * ENTRIES
-    other = table + (of_mask * entries + min(t * 2 + 1, entries - 1)) * ENTRIES
-    least, most = min(gl.load(at + 4), gl.load(other + 4)), max(gl.load(at + 5), gl.load(other + 5))
-    full_first = gl.cdiv(max(gl.load(at + 6), gl.load(other + 6)), KEYS)
-    full_last = min(gl.load(at + 7), gl.load(other + 7)) // KEYS
-    first = min(least // KEYS, gl.cdiv(keys, KEYS) - 1)
-    return first, max(gl.cdiv(most, KEYS), first + 1), full_first, full_last
-
-
-@gluon.jit
-def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr, STAGES: gl.constexpr):
+def _copy(
+    rings, q, q_rest, d_out, k, k_rest, v, mask, sizes,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+):  # fmt: skip
     of_q, qs_rest, d_outs, of_k, ks_rest, of_v, _ = rings
     qs, q_full, q_empty = of_q
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
     start, end, stop, table, stops = mask
     queries, keys, padded, heads, group, planes, tiles, entries, own, section = sizes
+    WIDE: gl.constexpr = columns_of(q, q_rest)
+    FIRST: gl.constexpr = q.block_shape[-1]
+    VALUES: gl.constexpr = v.block_shape[-1]
     step = 0
     count = 0
     for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
-        first, last, _first, _last = _range(table, t, b * own, entries, keys, KEYS)
+        first, last, _first, _last = query_range(table, t, b * own, entries, keys, KEYS)
         j, blocks = seen_blocks(stops, b * own, keys, first, last, t * TILE, KEYS)
         for m in range(blocks):
             s = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_empty.index(s), phase ^ 1)
+            mbarrier.wait(k_empty.index(s), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(s), KEYS * WIDE * 2)
             copy_in(k, [b, h // group, j * KEYS, 0], k_full.index(s), ks.index(s))
-            copy_in(k_rest, [b, h // group, j * KEYS, VALUES], k_full.index(s), ks_rest.index(s))
+            if k_rest is not None:
+                copy_in(k_rest, [b, h // group, j * KEYS, FIRST], k_full.index(s), ks_rest.index(s))
             if m == 0:  # whose memory is free later than that of keys
                 for w in gl.static_range(2):
                     row = t * TILE + HALF * w
                     mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)
                     mbarrier.expect(q_full.index(w), HALF * (WIDE + VALUES) * 2)
                     copy_in(q, [b, h, row, 0], q_full.index(w), qs.index(w))
-                    copy_in(q_rest, [b, h, row, VALUES], q_full.index(w), qs_rest.index(w))
+                    if q_rest is not None:
+                        copy_in(q_rest, [b, h, row, FIRST], q_full.index(w), qs_rest.index(w))
                     copy_in(d_out, [b, h, row, 0], q_full.index(w), d_outs.index(w))
-            mbarrier.wait(v_empty.index(s), phase ^ 1)
+            s = step % VALUE_STAGES
+            mbarrier.wait(v_empty.index(s), ((step // VALUE_STAGES) & 1) ^ 1)
             mbarrier.expect(v_full.index(s), KEYS * VALUES * 2)
             copy_in(v, [b, h // group, j * KEYS, 0], v_full.index(s), vs.index(s))
             step += 1
@@ -92,7 +88,7 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS: gl.constexpr
 @gluon.jit
 def _differentiate(
     rings, grad_q, of_rows, mask, scale, softcap, sizes,
-    W: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, qs_rest, d_outs, of_k, ks_rest, of_v, staged = rings
     qs, q_full, q_empty = of_q
@@ -100,10 +96,12 @@ def _differentiate(
     vs, v_full, v_empty = of_v
     start_p, end_p, stop, table, stops = mask
     queries, keys, padded, heads, group, planes, tiles, entries, own, section = sizes
+    FIRST: gl.constexpr = qs.shape[-1]
     layout: gl.constexpr = products_layout(KEYS)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     zeros = gl.zeros((HALF, KEYS), gl.float32, layout)
-    q, q_rest, d_out = matrix(qs.index(W)), matrix(qs_rest.index(W)), matrix(d_outs.index(W))
+    q, d_out = matrix(qs.index(W)), matrix(d_outs.index(W))
+    q_rest = qs_rest.index(W) if qs_rest is not None else None
     factor = (scale if softcap is None else softcap) * LOG2E
     step = 0
     count = 0
@@ -111,24 +109,29 @@ def _differentiate(
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
         of_mask = b * own
-        first, last, full_first, full_last = _range(table, t, of_mask, entries, keys, KEYS)
+        first, last, full_first, full_last = query_range(table, t, of_mask, entries, keys, KEYS)
         row = t * TILE + W * HALF + gl.arange(0, HALF, rows)
         at = of_mask.to(gl.int64) * queries + row
         at_row = of_rows + plane.to(gl.int64) * (2 * padded) + row
         start = gl.load(start_p + at, mask=row < queries, other=0)
         end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
         lse, delta = gl.load(at_row), gl.load(at_row + padded)
-        acc = gl.zeros((HALF, VALUES), gl.float32, products_layout(VALUES))
-        acc_rest = gl.zeros((HALF, REST), gl.float32, products_layout(REST))
+        acc = gl.zeros((HALF, FIRST), gl.float32, products_layout(FIRST))
+        if q_rest is not None:
+            REST: gl.constexpr = q_rest.shape[-1]
+            acc_rest = gl.zeros((HALF, REST), gl.float32, products_layout(REST))
         mbarrier.wait(q_full.index(W), count & 1)
         j, blocks = seen_blocks(stops, of_mask, keys, first, last, t * TILE, KEYS)
         for m in range(blocks):
-            s = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_full.index(s), phase)
-            x = product_of_wide(q, q_rest, ks.index(s), ks_rest.index(s), zeros)
-            mbarrier.wait(v_full.index(s), phase)
-            y = warpgroup_mma(d_out, matrix(vs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s, of_value = step % STAGES, step % VALUE_STAGES
+            if q_rest is None:
+                q, d_out = matrix(qs.index(anew(W))), matrix(d_outs.index(anew(W)))
+            mbarrier.wait(k_full.index(s), (step // STAGES) & 1)
+            x = product_of_wide(
+                q, q_rest, ks.index(s), ks_rest.index(s) if ks_rest is not None else None, zeros
+            )
+            mbarrier.wait(v_full.index(of_value), (step // VALUE_STAGES) & 1)
+            y = warpgroup_mma(d_out, matrix(vs.index(of_value)).permute((1, 0)), zeros, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
             if softcap is not None:
                 x = capped(x, scale, softcap)
@@ -136,27 +139,37 @@ def _differentiate(
             if hides_some(stops, of_mask, keys, j, full_first, full_last, t * TILE + W * HALF, KEYS):
                 p = gl.where(are_seen(j, start, end, stop, row, of_mask, keys, KEYS), p, 0.0)
             y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
-            mbarrier.arrive(v_empty.index(s), count=1)
-            mbarrier.arrive(q_empty.index(W), count=1, pred=m == blocks - 1)
+            mbarrier.arrive(v_empty.index(of_value), count=1)
+            if grad_q.block_shape[-1] < FIRST:
+                mbarrier.arrive(q_empty.index(W), count=1, pred=m == blocks - 1)
             d_scores = p * (y - delta[:, None])
             if softcap is not None:
                 d_scores = d_scores * (1 - x * x)
             d_scores = d_scores.to(grad_q.dtype)
-            factors = gl.convert_layout(d_scores, factor_layout(VALUES))
+            factors = gl.convert_layout(d_scores, factor_layout(FIRST))
             acc = warpgroup_mma(factors, matrix(ks.index(s)), acc, is_async=True)
-            factors = gl.convert_layout(d_scores, factor_layout(REST))
-            acc_rest = warpgroup_mma(factors, matrix(ks_rest.index(s)), acc_rest, is_async=True)
-            acc, acc_rest = warpgroup_mma_wait(num_outstanding=0, deps=(acc, acc_rest))
+            if q_rest is not None:
+                factors = gl.convert_layout(d_scores, factor_layout(REST))
+                acc_rest = warpgroup_mma(factors, matrix(ks_rest.index(s)), acc_rest, is_async=True)
+                acc, acc_rest = warpgroup_mma_wait(num_outstanding=0, deps=(acc, acc_rest))
+            else:
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(k_empty.index(s), count=1)
             step += 1
             j = next_block(stops, of_mask, keys, j, last, t * TILE, KEYS)
-        sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(VALUES)))
+        sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(FIRST)))
         gradient = gl.where(sees[:, None], acc * scale, 0.0)
         lead = b, h, t * TILE + W * HALF
-        send(gradient, grad_q, staged.index(W), lead, 0, HALF, VALUES, REST)
-        sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(REST)))
-        gradient = gl.where(sees[:, None], acc_rest * scale, 0.0)
-        send(gradient, grad_q, staged.index(W), lead, VALUES, HALF, REST, REST)
+        if grad_q.block_shape[-1] < FIRST:
+            send(gradient, grad_q, staged.index(W), lead, 0, HALF, FIRST, grad_q.block_shape[-1])
+        else:
+            send(gradient, grad_q, staged.index(W), lead, 0, HALF, FIRST, FIRST)
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(W), count=1)
+        if q_rest is not None:
+            sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(REST)))
+            gradient = gl.where(sees[:, None], acc_rest * scale, 0.0)
+            send(gradient, grad_q, staged.index(W), lead, FIRST, HALF, REST, grad_q.block_shape[-1])
         count += 1
     tma.store_wait(0)
 
@@ -167,16 +180,22 @@ def _differentiate(
 def wide_query_gradient(
     q, q_rest, d_out, k, k_rest, v, grad_q, of_rows, start, end, stop, table, stops, scale, softcap,
     queries, keys, padded, heads, group, planes, tiles, entries, own, section,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`of_rows`: of `gradient_rows`; `q_rest` is q in blocks of the last 64 columns, like `k_rest`."""
+    """`of_rows`: of `gradient_rows`; `q_rest` is q in blocks of the columns that q's blocks leave out, if they do, like
+    `k_rest`; those of `grad_q` are all columns, or few.
+    """
     of_q = new_ring(q, 2, 1)
-    qs_rest = gl.allocate_shared_memory(q.dtype, [2] + q_rest.block_shape, q_rest.layout)
+    qs_rest, ks_rest = None, None
+    if q_rest is not None:
+        qs_rest = gl.allocate_shared_memory(q.dtype, [2] + q_rest.block_shape, q_rest.layout)
+        ks_rest = gl.allocate_shared_memory(k.dtype, [STAGES] + k_rest.block_shape, k_rest.layout)
     d_outs = gl.allocate_shared_memory(d_out.dtype, [2] + d_out.block_shape, d_out.layout)
     of_k = new_ring(k, STAGES, 2)
-    ks_rest = gl.allocate_shared_memory(k.dtype, [STAGES] + k_rest.block_shape, k_rest.layout)
-    of_v = new_ring(v, STAGES, 2)
-    staged = gl.allocate_shared_memory(grad_q.dtype, [2] + grad_q.block_shape, grad_q.layout)
+    of_v = new_ring(v, VALUE_STAGES, 2)
+    staged, _, _ = of_q
+    if grad_q.block_shape[-1] < q.block_shape[-1]:
+        staged = gl.allocate_shared_memory(grad_q.dtype, [2] + grad_q.block_shape, grad_q.layout)
     fence_async_shared()
     barrier()
     rings = of_q, qs_rest, d_outs, of_k, ks_rest, of_v, staged
@@ -186,9 +205,9 @@ def wide_query_gradient(
     sizes = queries, keys, padded, heads, group, planes, tiles, entries, own, section
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, KEYS, STAGES)),
-            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, KEYS, STAGES)),
-            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS, STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, KEYS, STAGES, VALUE_STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, KEYS, STAGES, VALUE_STAGES)),
+            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, mask, sizes, KEYS, STAGES, VALUE_STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],
