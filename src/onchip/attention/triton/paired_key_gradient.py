@@ -121,8 +121,10 @@ def _sum_values(
     factor = (scale if softcap is None else softcap) * LOG2E
     mbarrier.wait(k_full, 0)
     k = matrix(ks)
-    if HELD:
+    if HELD == 256:
         k = k.load(factor_layout(ROWS))
+    elif HELD > 0:
+        held = k.slice(0, HELD, dim=1).load(factor_layout(ROWS))
     factors = gl.zeros((HALF, ROWS), grad_v.dtype, factor_layout(VALUES))
     j = first
     many = group * (last - first)
@@ -131,7 +133,13 @@ def _sum_values(
         s = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(q_full.index(s), phase)
-        x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if HELD % 256 == 0:
+            x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        else:
+            q = matrix(qs.index(s))
+            x = warpgroup_mma(held, q.slice(0, HELD, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            q_rest = q.slice(HELD, 256 - HELD, dim=1).permute((1, 0))
+            x = warpgroup_mma(k.slice(HELD, 256 - HELD, dim=1), q_rest, x, is_async=True)
         if LATE:
             before = max(step - 1, 0) % STAGES
             mbarrier.wait(d_out_full.index(before), (max(step - 1, 0) // STAGES) & 1)
@@ -191,15 +199,23 @@ def _sum_keys(
     sums = gl.zeros((HALF, KEYS), gl.float32, products_layout(KEYS))
     mbarrier.wait(v_full, 0)
     v = matrix(vs)
-    if HELD:
+    if HELD == 256:
         v = v.load(factor_layout(ROWS))
+    elif HELD > 0:
+        held = v.slice(0, HELD, dim=1).load(factor_layout(ROWS))
     factors = gl.zeros((HALF, ROWS), grad_k.dtype, factor_layout(KEYS))
     many = group * (last - first)
     for step in range(many):
         s = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(d_out_full.index(s), phase)
-        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if HELD % 256 == 0:
+            y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        else:
+            d_out = matrix(d_outs.index(s))
+            y = warpgroup_mma(held, d_out.slice(0, HELD, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            d_rest = d_out.slice(HELD, 256 - HELD, dim=1).permute((1, 0))
+            y = warpgroup_mma(v.slice(HELD, 256 - HELD, dim=1), d_rest, y, is_async=True)
         if LATE:
             before = max(step - 1, 0) % STAGES
             mbarrier.wait(q_full.index(before), (max(step - 1, 0) // STAGES) & 1)

@@ -77,7 +77,7 @@ def gradient_of_keys(
         "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, how.rows), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles,
-        "own": int(len(m.start) > 1), "ROWS": how.rows, "STAGES": how.stages, "HELD": False, "LATE": True,
+        "own": int(len(m.start) > 1), "ROWS": how.rows, "STAGES": how.stages, "HELD": 0, "LATE": True,
     }  # fmt: skip
     kernel = paired_key_gradient if is_widest(p) else wide_key_gradient
     return Launch(kernel, (tiles * p.batch * p.key_heads,), arguments, registers=ALL_REGISTERS)
