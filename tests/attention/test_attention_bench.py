@@ -136,6 +136,9 @@ def test_plan():
     other_values = {**sizes, "head_size": 192, "value_size": 128}
     of_values = plan("attention", **other_values)
     assert (of_values.backend, of_values.sizes) == ("triton", other_values)
+    assert plan("attention", **other_values, gpu="a100").backend == "plain"
+    widest = plan("attention", **{**sizes, "head_size": 256}).row("default").memory_parts
+    assert widest == memory_parts(p._replace(size=256, value_size=256), 1, backward=True, sinks=False)
     of_values = plan("attention", **sizes, value_size=64, backend="plain").row("default")
     narrow = p._replace(value_size=64)
     assert of_values.memory_parts == scratch_parts(narrow, 2, of_values.chunk["queries"], backward=True, softcap=False)
@@ -143,7 +146,7 @@ def test_plan():
         ("a100", "bfloat16", 160),
         ("a100", "float32", 128),
         ("h100", "float32", 128),
-        ("h100", "bfloat16", 160),
+        ("h100", "bfloat16", 264),
     ):
         other = plan("attention", **{**sizes, "head_size": size}, gpu=gpu, dtype=dtype)
         assert other.backend == "plain"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from onchip.attention.problem import DEFAULT_SCRATCH, AttentionProblem, least_scratch, rows_of_block, scratch_parts
-from onchip.attention.triton.problem import TILE, memory_parts, padded, refusal, tiles_of
+from onchip.attention.triton.problem import LARGEST_HEAD, TILE, is_wide, memory_parts, padded, refusal, tiles_of
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
@@ -34,9 +34,10 @@ def _way(asked: PlannedCall) -> Way:
 
 def _refusal(asked: PlannedCall) -> str | None:
     p = _problem(asked)
-    return cuda_refusal(asked) or refusal(
-        p, 1.0, asked.problem.dtype, None, blocked=False, backward=True, sinks=False
-    )  # fmt: skip
+    reason = cuda_refusal(asked)
+    if reason is None and is_wide(p) and hopper_refusal(asked):
+        reason = f"heads have at most {LARGEST_HEAD} numbers on GPUs other than Hopper, not {max(p.size, p.value_size)}"
+    return reason or refusal(p, 1.0, asked.problem.dtype, None, blocked=False, backward=True, sinks=False)
 
 
 def _kernels(asked: PlannedCall) -> Way:
