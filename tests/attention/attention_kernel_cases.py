@@ -46,12 +46,27 @@ KERNEL_CASES = (
         for size, values, q, k in ((136, 72, 300, 300), (144, 128, 129, 257), (160, 8, 1, 1), (192, 64, 799, 3),
                                    (184, 120, 113, 203))
     ),
+    *(
+        AttentionCase(f"{name}, widest heads", name, batch=1, queries=700, keys=700, heads=4, key_heads=2, size=256,
+                      value_size=256, sinks=i % 2 == 0, options={"softcap": 10.0} if i % 3 == 0 else {})
+        for i, name in enumerate(KINDS)
+        if name != "blocked"
+    ),
+    *(
+        AttentionCase(f"a head of {size} and {values}", "causal documents" if q == k else "causal, last sees last",
+                      queries=q, keys=k, heads=6, key_heads=2, size=size, value_size=values)
+        for size, values, q, k in ((200, 72, 300, 300), (256, 64, 129, 257), (256, 256, 1, 1), (64, 256, 799, 3),
+                                   (192, 136, 113, 203), (248, 240, 1, 700), (208, 256, 63, 65))
+    ),
+    AttentionCase("large scores, widest heads", "causal", queries=300, keys=300, size=256, value_size=256, std=2.0),
     AttentionCase("wider values", "causal", queries=200, keys=200, size=64, value_size=128),
     AttentionCase("narrower values", "causal", queries=200, keys=200, size=128, value_size=40),
     AttentionCase("many keys", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=128,
                   value_size=128),
     AttentionCase("many keys, wide heads", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=192,
                   value_size=128),
+    AttentionCase("many keys, widest heads", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=256,
+                  value_size=256),
     AttentionCase("many documents", "causal documents", batch=3, queries=2500, keys=2500, heads=2, key_heads=1, size=64,
          value_size=64),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from onchip.torch import attention
 
 GLUON = ("attend", "query_gradient", "key_gradient")
 WIDE = ("attend_wide", "wide_query_gradient", "wide_key_gradient")
+WIDEST = ("attend_wide", "wide_query_gradient", "paired_key_gradient")
 
 
 def case_of(mask, size=64, **more):
@@ -22,6 +23,7 @@ def case_of(mask, size=64, **more):
 FEW = (
     case_of("window of both sides", 128, batch=1, sinks=True),  # which reaches beyond the keys
     case_of("causal documents", 192, value_size=128, batch=1, queries=200, keys=200),
+    case_of("causal, last sees last", 256, batch=1, queries=70, keys=140),
 )
 MANY = (
     case_of("window in documents", 64, batch=1),
@@ -35,6 +37,11 @@ MANY = (
     case_of("rows that see nothing", 160, value_size=128),
     case_of("window of both sides", 136, value_size=72, batch=1, queries=150, keys=300, sinks=True),
     case_of("causal, last sees last", 192, value_size=128, batch=1, queries=1, keys=130, heads=3, key_heads=3),
+    case_of("tree", 256, batch=1, sinks=True, options={"softcap": 5.0}),
+    case_of("rows that see nothing", 200, value_size=72),
+    case_of("window of both sides", 64, value_size=136, batch=1, queries=150, keys=300, sinks=True),
+    case_of("causal", 256, value_size=64, queries=1, keys=1, heads=3, key_heads=3),
+    case_of("causal documents", 208, value_size=256, batch=1, heads=4, key_heads=2),
 )
 
 
@@ -48,14 +55,14 @@ def test_every_case(case):
 
 
 def drawn(queries, keys, size, heads=2):
-    shapes = (queries, heads, size), (keys, 1, size), (keys, 1, min(size, 128))
+    shapes = (queries, heads, size), (keys, 1, size), (keys, 1, 128 if size == 192 else size)
     return [torch.randn(1, *shape).to(torch.bfloat16).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128, 192])
-def test_the_order_of_what_is_asynchronous_changes_nothing(size):
-    given, kernels = drawn(300, 300, size), GLUON if size <= 128 else WIDE
+@pytest.mark.parametrize(("size", "kernels"), [(64, GLUON), (128, GLUON), (192, WIDE), (256, WIDEST)])
+def test_the_order_of_what_is_asynchronous_changes_nothing(size, kernels):
+    given = drawn(300, 300, size)
     with emulating(kernels) as done:
         out = attention(*given, Documents(torch.arange(300) // 130) & Causal(), backend="triton")
         torch.autograd.grad(out.sum(), given)
@@ -65,7 +72,7 @@ def test_the_order_of_what_is_asynchronous_changes_nothing(size):
             assert all((a == b).all() for a, b in zip(x.again(seed=seed), x.after, strict=True))
 
 
-@pytest.mark.parametrize("size", [64, pytest.param(192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [64, *(pytest.param(x, marks=pytest.mark.slow) for x in (192, 256))])
 def test_nothing_is_seen(size):
     q, k, v = drawn(70, 140, size)
     k.data[:, 130:] = torch.nan  # in a tile that no query sees

@@ -87,11 +87,14 @@ def test_what_is_wrong_raises(name):
     [
         (90, 192, 128, None),
         (90, 136, 8, None),
-        (90, 200, 128, "its head sizes are multiples of 8 up to 192, not 200; pass backend='plain'"),
-        (90, 140, 128, "its head sizes are multiples of 8 up to 192, not 140; pad them with zeros, or pass"),
-        (90, 192, 136, "its value sizes are multiples of 8 up to 128, not 136; pass backend='plain'"),
+        (90, 256, 256, None),
+        (90, 64, 136, None),
+        (90, 264, 128, "its head sizes are multiples of 8 up to 256, not 264; pass backend='plain'"),
+        (90, 140, 128, "its head sizes are multiples of 8 up to 256, not 140; pad them with zeros, or pass"),
+        (90, 192, 512, "its value sizes are multiples of 8 up to 256, not 512; pass backend='plain'"),
         (80, 128, 128, None),
         (80, 136, 128, "without the Gluon kernels for Hopper its heads have at most 128 numbers, not 136"),
+        (80, 64, 256, "without the Gluon kernels for Hopper its heads have at most 128 numbers, not 256"),
         (100, 192, 128, "without the Gluon kernels"),
     ],
 )

@@ -61,10 +61,10 @@ def test_every_case_by_kernels(case, hopper):
         assert all(check.ok for check in checks), checks
 
 
-@pytest.mark.parametrize("size", [64, 128, 192])
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_the_same_bits(mask, size, hopper):
-    q, k, v = drawn(2, 2000, heads=6, key_heads=2, size=size, values=min(size, 128))
+def test_the_same_bits(mask, size, values, hopper):
+    q, k, v = drawn(2, 2000, heads=6, key_heads=2, size=size, values=values)
     ids = torch.arange(2000, device="cuda") // 333
     what = Causal() if mask == "causal" else Documents(ids) & Causal()
     sinks = torch.randn(6, device="cuda", requires_grad=True)
@@ -73,7 +73,7 @@ def test_the_same_bits(mask, size, hopper):
         assert_same(step(q, k, v, what, sinks=sinks), first)
 
 
-@pytest.mark.parametrize(("size", "values"), [(72, 72), (136, 72)])
+@pytest.mark.parametrize(("size", "values"), [(72, 72), (136, 72), (200, 136)])
 def test_what_nobody_writes_is_seen(size, values, hopper):
     """Results and gradients begin as NaN, and none is left."""
     q, k, v = drawn(2, 333, 517, size=size, values=values)
@@ -88,7 +88,7 @@ def test_what_nobody_writes_is_seen(size, values, hopper):
     assert not any(x.isnan().any() for x in made)
 
 
-@pytest.mark.parametrize(("size", "values"), [(64, 64), (192, 128)])
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (192, 128), (256, 256)])
 def test_rows_that_see_nothing(size, values, hopper):
     q, k, v = drawn(1, 400, size=size, values=values)
     nothing = torch.zeros(400, dtype=torch.int32, device="cuda")
@@ -214,11 +214,11 @@ def test_what_kernels_refuse(hopper):
         ((q, k, v), {"mask": Blocked(torch.ones(4, 4, dtype=torch.bool, device="cuda"), 16)}, "Blocked"),
         ((q, k, v), {"scale": -1.0}, "negate q"),
         (drawn(1, 64, size=20), {}, "multiples of 8"),
-        (drawn(1, 64, size=256), {}, "head sizes are multiples of 8 up to 192, not 256"),
-        (drawn(1, 64, size=136), {}, "value sizes are multiples of 8 up to 128, not 136"),
+        (drawn(1, 64, size=264), {}, "head sizes are multiples of 8 up to 256, not 264"),
+        (drawn(1, 64, size=64, values=512), {}, "value sizes are multiples of 8 up to 256, not 512"),
         (drawn(1, 64, dtype=torch.float32), {}, "bfloat16 and float16"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given, backend="triton", **options)
-        assert attention(*given, **options).shape == given[0].shape
+        assert attention(*given, **options).shape == (*given[0].shape[:3], given[2].shape[3])
     assert attention(q, k, v, Full()).shape == q.shape

@@ -9,10 +9,19 @@ from launched import H100
 from linear_cross_entropy.ahead_of_time import compile_all, is_serialized, source_of
 from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton import launches, portable_launches, wide_launches
-from onchip.attention.triton.problem import FEW_ROWS, LARGEST_HEAD, entries_of, padded, tiles_of
+from onchip.attention.triton.problem import (
+    FEW_ROWS,
+    LARGEST_HEAD,
+    LARGEST_WIDE_HEAD,
+    entries_of,
+    key_tile,
+    padded,
+    tiles_of,
+)
 
 GLUON = (
-    "attend", "query_gradient", "key_gradient", "attend_wide", "wide_query_gradient", "wide_key_gradient"
+    "attend", "query_gradient", "key_gradient", "attend_wide", "wide_query_gradient", "wide_key_gradient",
+    "paired_key_gradient",
 )  # fmt: skip
 VARIANTS = {
     "128": (128, {}),
@@ -27,6 +36,9 @@ WIDE = {
     "192": (192, {}),
     "192, stop and sinks": (192, {"stop": True, "sinks": True}),
     "192, softcap": (192, {"softcap": 20.0}),
+    "256": (256, {}),
+    "256, stop and sinks": (256, {"stop": True, "sinks": True}),
+    "256, softcap": (256, {"softcap": 20.0}),
 }
 
 
@@ -38,8 +50,8 @@ OTHERS = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 def of_call(
     size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None, dtype=torch.bfloat16, kernels=launches
 ):
-    """All launches of a call, forward and backward.  Wide heads have values of the most that these may have."""
-    value_size = min(size, LARGEST_HEAD)
+    """All launches of a call, forward and backward.  Values have as many numbers; with wide heads, at most 128."""
+    value_size = LARGEST_HEAD if LARGEST_HEAD < size <= LARGEST_WIDE_HEAD else size
     kernels = wide_launches if size > LARGEST_HEAD else kernels
     p = AttentionProblem(batch, tokens, tokens, 4, 2, size, value_size)
     q, grad_q = (torch.empty(batch, tokens, 4, size, dtype=dtype) for _ in range(2))
@@ -54,7 +66,7 @@ def of_call(
     mask = launches.Masked(
         *ranges, numbers(1, entries_of(tokens), 8), numbers(1, tiles_of(tokens), 2) if stop else None
     )
-    table = numbers(1, tiles_of(tokens), 4)
+    table = numbers(1, tiles_of(tokens, key_tile(p)), 4)
     lse, of_rows = torch.empty(batch, 4, tokens), torch.empty(4 * batch, 2, padded(tokens))
     sink = torch.empty(4) if sinks else None
     of_sinks = torch.empty(4, batch * padded(tokens) // FEW_ROWS) if sinks else None
@@ -101,7 +113,10 @@ def test_kernels_for_other_gpus(capability, name):
 
 @pytest.mark.parametrize(
     ("kernels", "size"),
-    [(x, size) for x in (launches, portable_launches) for size in (8, 64, 72, 128)] + [(None, 136), (None, 192)],
+    [
+        *((x, size) for x in (launches, portable_launches) for size in (8, 64, 72, 128)),
+        *((None, size) for size in (136, 192, 200, 256)),
+    ],
 )
 def test_another_length_is_no_other_kernel(size, kernels):
     """Nor is another batch, and heads of up to 64 numbers have one, larger ones another."""
@@ -112,7 +127,7 @@ def test_another_length_is_no_other_kernel(size, kernels):
         made = [(x.fn.__name__, str(x.signature), str(x.constants), str(x.attrs)) for x in sources]
         return [x for x in made if x[0] not in of_size] if size % 64 else made
 
-    expected = kinds(2048, 1, next(x for x in (64, 128, 192) if x >= size))
+    expected = kinds(2048, 1, next(x for x in (64, 128, 192, 256) if x >= size))
     for tokens, batch in ((1, 1), (16, 3), (333, 16), (4096, 2)):
         found = kinds(tokens, batch, size)
         assert [x for x in expected if x[0] in {y[0] for y in found}] == found

@@ -52,7 +52,8 @@ def columns_of(x, rest):
 @gluon.jit
 def anew(i):
     """i, of which the compiler doesn't know that it stays the same: what is made of it takes no registers in a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(i)], dtype=gl.int32, is_pure=False, pack=1)
+    i = gl.to_tensor(i)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -79,7 +79,7 @@ def refusal(
     if reason is None and problem.is_wide(p) and not has_gluon(describe(device).capability):
         reason = (
             f"without the Gluon kernels for Hopper its heads have at most {problem.LARGEST_HEAD} numbers, not "
-            f"{p.size}; pass backend='plain'"
+            f"{max(p.size, p.value_size)}; pass backend='plain'"
         )
     return reason or problem.refusal(
         p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, backward=backward, sinks=sinks

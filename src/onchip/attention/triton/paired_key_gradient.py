@@ -2,8 +2,9 @@
 
 The walk is that of `key_gradient`, by tiles of 64 keys.  The sums of 2 x 256 columns are more than the registers of one
 group of warps hold.  So of two groups the first makes probabilities and sums the gradients of values; the second makes
-the probabilities' gradients and sums the gradients of keys.  The first passes what the second needs of a block, rounded,
-by way of shared memory.  Each has two of a block's four products, and no group waits for the other to begin a block.
+the probabilities' gradients and sums the gradients of keys.  The first passes what the second needs of a block,
+rounded, by way of shared memory.  Each has two of a block's four products, and no group waits for the other to begin a
+block.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]

@@ -1,9 +1,10 @@
 """The forward kernel for heads of more than 128 numbers, in Gluon, for Hopper.
 
 The walk is that of `forward`.  Tiles are powers of two, so the 192 columns of q and k come in 128 and in the 64 that
-remain, and a score is the sum of two products; 256 columns come in one part.  Values have 128 columns, or 256.  With two
-blocks in the rings there is room for one tile of queries, not two: it is freed after its last scores, and the next one
-comes while the values of its last block are multiplied.  Results leave by few columns, since all other memory is taken.
+remain, and a score is the sum of two products; 256 columns come in one part.  Values have 128 columns, or 256.  With
+two blocks in the rings there is room for one tile of queries, not two: it is freed after its last scores, and the next
+one comes while the values of its last block are multiplied.  Results leave by few columns, since all other memory is
+taken.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -151,9 +152,7 @@ def _attend(
     most, total = begin(sinks, plane % heads, rows)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(0), 0)
-    s = product_of_wide(
-        q, q_rest, ks.index(0), ks_rest.index(0) if ks_rest is not None else None, zeros
-    )
+    s = product_of_wide(q, q_rest, ks.index(0), ks_rest.index(0) if ks_rest is not None else None, zeros)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     mbarrier.arrive(k_empty.index(0), count=1)
     j, _blocks = seen_blocks(stops, of_mask, keys, first, last, first_row - W * HALF, KEYS)
@@ -183,9 +182,7 @@ def _attend(
             now = step % STAGES
             mbarrier.wait(k_full.index(now), (step // STAGES) & 1)
             mbarrier.wait(turns.index(W), (turn & 1) ^ (W == 0))  # the first group begins
-            s = product_of_wide(
-                q, q_rest, ks.index(now), ks_rest.index(now) if ks_rest is not None else None, zeros
-            )
+            s = product_of_wide(q, q_rest, ks.index(now), ks_rest.index(now) if ks_rest is not None else None, zeros)
             mbarrier.wait(v_full.index(before), phase)
             sums = warpgroup_mma(factors, matrix(vs.index(before)), acc, is_async=True)
             mbarrier.arrive(turns.index((W + 1) % 2), count=1)

@@ -127,9 +127,7 @@ def _differentiate(
             if q_rest is None:
                 q, d_out = matrix(qs.index(anew(W))), matrix(d_outs.index(anew(W)))
             mbarrier.wait(k_full.index(s), (step // STAGES) & 1)
-            x = product_of_wide(
-                q, q_rest, ks.index(s), ks_rest.index(s) if ks_rest is not None else None, zeros
-            )
+            x = product_of_wide(q, q_rest, ks.index(s), ks_rest.index(s) if ks_rest is not None else None, zeros)
             mbarrier.wait(v_full.index(of_value), (step // VALUE_STAGES) & 1)
             y = warpgroup_mma(d_out, matrix(vs.index(of_value)).permute((1, 0)), zeros, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))

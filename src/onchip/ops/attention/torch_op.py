@@ -116,9 +116,9 @@ def attention(
         check_inputs: check the mask's numbers on the GPU too, which waits for the device.  On the CPU they are always
             checked.
         backend: "triton" (kernels for NVIDIA GPUs from compute capability 8.0 on, written for Hopper: bfloat16 or
-            float16, D and Dv multiples of 8 up to 128, on Hopper D up to 192, a scale above 0, any mask but
-            `Blocked`), "plain" (PyTorch's own products, on any device; on a GPU every block of queries then reads all
-            keys) or "auto": the first of these that can run the call.
+            float16, D and Dv multiples of 8 up to 128, on Hopper up to 256, a scale above 0, any mask but `Blocked`),
+            "plain" (PyTorch's own products, on any device; on a GPU every block of queries then reads all keys) or
+            "auto": the first of these that can run the call.
 
     Returns:
         [B, Tq, Hq, Dv] of q's dtype (under autocast, of its dtype); with return_lse `(out, lse)`, with lse [B, Tq, Hq]
