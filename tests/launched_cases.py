@@ -385,6 +385,8 @@ def _attention():
     wide = {
         "heads of 136": {"size": 136, "value_size": 72},
         "everything in wide heads": {"size": 192, **ways["everything"]},
+        "heads of 256": {"size": 256, "value_size": 256},
+        "everything in heads of 200": {"size": 200, "value_size": 72, **ways["everything"]},
     }
     yield from _each(attended, wide, (8192,), mask=masks.Tree(blank(8192, dtype=INT)))
     read = masks.Intervals(*(blank(1, 8192, dtype=torch.int32) for _ in range(3)))
