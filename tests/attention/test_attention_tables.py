@@ -9,7 +9,7 @@ import torch
 from emulated import emulating
 from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton import launches
-from onchip.attention.triton.problem import TILE, entries_of, tiles_of
+from onchip.attention.triton.problem import TILE, entries_of, key_tile, tiles_of
 from onchip.ops.attention import reference
 from onchip.ops.attention.cases import KINDS, Drawn
 
@@ -32,7 +32,7 @@ def test_the_normal_form_is_what_is_meant(kind):
 
 
 def tables(kind):
-    """What is seen with and without a stop, and both tables with the stops of each tile."""
+    """What is seen with and without a stop, the table of queries with the stops of each tile, and those of keys."""
     low = lowered(kind, Drawn(2, TOKENS, TOKENS))
     start, end = (x.expand(2, -1).contiguous() for x in (low.start, low.end))
     stop = None if low.stop is None else low.stop.expand(2, -1).contiguous()
@@ -42,10 +42,12 @@ def tables(kind):
 
     stops = None if stop is None else numbers(2, tiles_of(TOKENS), 2)
     mask = launches.Masked(start, end, stop, numbers(2, entries_of(TOKENS), 8), stops)
-    p, of_keys = AttentionProblem(2, TOKENS, TOKENS, 1, 1, 64, 64), numbers(2, tiles_of(TOKENS), 4)
+    problems = [AttentionProblem(2, TOKENS, TOKENS, 1, 1, size, size) for size in (64, 256)]
+    of_keys = {key_tile(p): numbers(2, tiles_of(TOKENS, key_tile(p)), 4) for p in problems}
     with emulating():
-        launches.query_table(p, mask).run()
-        launches.key_table(p, mask, of_keys).run()
+        launches.query_table(problems[0], mask).run()
+        for p in problems:
+            launches.key_table(p, mask, of_keys[key_tile(p)]).run()
     seen = [reference.dense(start, end, x, TOKENS) for x in (stop, None)]
     return *seen, mask, of_keys
 
@@ -66,8 +68,9 @@ def test_tables(kind):
                 assert np.flatnonzero(rows.any(0))[[0, -1]].tolist() == [
                     mask.table[b, n, 4], mask.table[b, n, 5] - 1
                 ]  # fmt: skip
-        for n, (first, last, full_first, full_last) in enumerate(of_keys[b].tolist()):
-            columns = seen[b, :, n * TILE : (n + 1) * TILE]
+        tiles = [(size, n, x) for size, table in of_keys.items() for n, x in enumerate(table[b].tolist())]
+        for size, n, (first, last, full_first, full_last) in tiles:
+            columns = seen[b, :, n * size : (n + 1) * size]
             there = (first * HALF <= at) & (at < last * HALF)
             full = (full_first * HALF <= at) & (at < full_last * HALF)
             assert not columns[~there].any()
