@@ -81,7 +81,7 @@ def run_cases(
                 before = len(outcome.rows)
                 refusals = {impl.name: impl.unavailable(device, dtype) for impl in chosen}
                 with ExitStack() as stack:
-                    started = {name: _Processes(stack) for name, reason in refusals.items() if reason is None}
+                    started = {name: _Pair(stack) for name, reason in refusals.items() if reason is None}
                     for processes in started.values():
                         processes.wait_for_imports()
                     for impl in chosen:
@@ -103,12 +103,12 @@ def run_cases(
     return outcome
 
 
-class _Processes:
+class _Pair:
     """Two that share their caches of compiled kernels; they end with `stack`."""
 
     def __init__(self, stack: ExitStack) -> None:
         caches = stack.enter_context(tempfile.TemporaryDirectory())
-        self.empty, self.filled = (stack.enter_context(_Process(caches)) for _ in range(2))
+        self.empty, self.filled = (stack.enter_context(_Measuring(caches)) for _ in range(2))
 
     def wait_for_imports(self) -> None:
         self.empty.wait_for_imports()
@@ -122,7 +122,7 @@ class _Processes:
         return found
 
 
-class _Process:
+class _Measuring:
     """A process that imports PyTorch, then waits for what it shall measure."""
 
     def __init__(self, caches: str) -> None:
@@ -133,7 +133,7 @@ class _Process:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=os.environ | of_caches,
         )  # fmt: skip
 
-    def __enter__(self) -> "_Process":
+    def __enter__(self) -> "_Measuring":
         return self
 
     def __exit__(self, *_: object) -> None:

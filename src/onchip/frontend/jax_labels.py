@@ -18,7 +18,7 @@ from onchip.frontend.topk import TopK
 jax.tree_util.register_pytree_with_keys(
     TopK,
     lambda x: (tuple((jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in ("indices", "values")), (x.kind, x.rest)),
-    lambda words, arrays: TopK(*arrays, *words),
+    lambda words, arrays: TopK._make((*arrays, *words)),
 )
 
 

@@ -14,7 +14,7 @@ from onchip.attention.triton.wide_query_gradient import wide_query_gradient
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
 
 
-class _Blocks(NamedTuple):
+class _WideBlocks(NamedTuple):
     """How the kernels take heads."""
 
     columns: int  # of a block of q and k
@@ -29,8 +29,8 @@ class _Blocks(NamedTuple):
     late: bool = True  # whether what a block adds to them is multiplied beside the next block's products
 
 
-_WIDE = _Blocks(128, 64, 128, keys=TILE, value_stages=2, staged=64, rows=32, stages=4)
-_WIDEST = _Blocks(256, 0, 256, keys=64, value_stages=1, staged=256, rows=32, stages=4)
+_WIDE = _WideBlocks(128, 64, 128, keys=TILE, value_stages=2, staged=64, rows=32, stages=4)
+_WIDEST = _WideBlocks(256, 0, 256, keys=64, value_stages=1, staged=256, rows=32, stages=4)
 # Columns of out that leave together.
 _FEW = 64
 # Keys of a block, for the gradient of queries.
@@ -85,16 +85,16 @@ def gradient_of_keys(
     return Launch(kernel, (tiles * p.batch * p.key_heads,), arguments, registers=ALL_REGISTERS)
 
 
-def _blocks(p: AttentionProblem) -> _Blocks:
+def _blocks(p: AttentionProblem) -> _WideBlocks:
     return _WIDEST if is_widest(p) else _WIDE
 
 
-def _columns(how: _Blocks) -> int:
+def _columns(how: _WideBlocks) -> int:
     """Columns of k and v together, by half: what a plane's keys and values take of L2."""
     return (how.columns + how.rest + how.values) // 2
 
 
-def _parts(name: str, x: Tensor, tokens: int, how: _Blocks) -> dict[str, Any]:
+def _parts(name: str, x: Tensor, tokens: int, how: _WideBlocks) -> dict[str, Any]:
     """x [B, T, H, D] in blocks of the first columns, and of the rest, if there is any."""
     rest = by_head(x, tokens, how.rest) if how.rest else None
     return {name: by_head(x, tokens, how.columns), f"{name}_rest": rest}
