@@ -214,24 +214,15 @@ def test_auto_takes_the_kernels_where_there_are_no_others(gpu, monkeypatch):
     monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
     text = lowered(lambda h, w, y: linear_log_probs(h, w, y).sum(), *LIKE).as_text()
     assert jax_call.TARGET in text
+    known = TopK(jnp.zeros((T, 1), jnp.int32), jnp.full((T, 1), -2.0), "log_probs", "tail")
+    text = lowered(lambda z: jsd(z, teacher_topk=known), LOGITS, argnums=0).as_text()
+    assert jax_call.TARGET in text
     with pytest.raises(ValueError, match="hidden has H"):  # as ever
         linear_log_probs(jnp.ones((T, 3)), *ones(*LIKE[1:]))
     jax_front._tell.cache_clear()
     message = "it runs in plain JAX on this GPU, without kernels: backend 'triton' needs to know softcap"
     with pytest.warns(UserWarning, match=message):
         jax.jit(lambda c: linear_cross_entropy(*ones(*LIKE), softcap=c)).lower(30.0)
-
-
-def test_kernels_that_were_not_measured_are_named(gpu, monkeypatch):
-    gpu(89)
-    monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
-    known = TopK(jnp.zeros((T, 1), jnp.int32), jnp.full((T, 1), -2.0), "log_probs", "tail")
-    jax_front._tell.cache_clear()
-    with pytest.warns(UserWarning, match="kernels: those for teacher_topk have not been measured; pass backend='trit"):
-        text = lowered(lambda z: jsd(z, teacher_topk=known), LOGITS, argnums=0).as_text()
-    assert jax_call.TARGET not in text
-    text = lowered(lambda z: jsd(z, teacher_topk=known, backend="triton"), LOGITS, argnums=0).as_text()
-    assert jax_call.TARGET in text
 
 
 def test_a_number_that_is_traced(gpu):

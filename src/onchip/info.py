@@ -151,9 +151,6 @@ def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None)
             "cpu": {backend: None for backend, reason in on_cpu.items() if reason is None},
             "cuda": {backend: no_cuda or reason for backend, reason in on_gpu.items()},
         }
-    unmeasured = OPS[op].unmeasured
-    kernels = {"triton": f"kernels for this device; 'auto' takes none for {unmeasured}, not measured on a GPU yet"}
-    words = _BACKENDS | (kernels if unmeasured else {})
     return [
         {
             "op": op,
@@ -161,7 +158,7 @@ def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None)
             "backend": backend,
             "device": device,
             "usable": reason is None,
-            "why": reason or words.get(backend, "kernels for this device"),
+            "why": reason or _BACKENDS.get(backend, "kernels for this device"),
         }
         for device, by_backend in reasons.items()
         for backend, reason in by_backend.items()

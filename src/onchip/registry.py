@@ -23,8 +23,6 @@ class Op:
     """Whether it is a loss over a vocabulary."""
     warms_up: bool = True
     """Whether it has a `warm_up.py`."""
-    unmeasured: str = ""
-    """Calls that kernels compute if they are named, and "auto" leaves to others: these weren't measured on a GPU."""
 
     def entry(self, path: str) -> Any:
         """The object at "module:name", or the module "module", in the op's folder."""
@@ -35,7 +33,7 @@ _EVERY = (
     Op("linear_cross_entropy", loss=True),
     Op("linear_log_probs", loss=True),
     Op("cross_entropy", loss=True),
-    Op("linear_jsd", loss=True, unmeasured="a top-k teacher"),
+    Op("linear_jsd", loss=True),
     Op("fp8_linear"),
     Op("grouped_matmul"),
     Op("collective_matmul", warms_up=False),

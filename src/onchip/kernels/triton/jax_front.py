@@ -89,10 +89,9 @@ def _tell(op: str, reason: str) -> None:
     warnings.warn(f"{op}: it runs in plain JAX on this GPU, without kernels: {reason}", stacklevel=4)
 
 
-def by_torch(function: str, *differentiable: str, unmeasured: str = "") -> Callable[[F], F]:
+def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
     """A decorator that lets a public function of JAX run the kernels of PyTorch's function "module:name": with
-    backend="triton", and by default on GPUs that aren't Hopper.  `differentiable` names arguments, and `unmeasured` one
-    for which the default is plain JAX there too."""
+    backend="triton", and by default on GPUs that aren't Hopper.  `differentiable` names arguments."""
 
     def decorate(ours: F) -> F:
         op, parameters = ours.__name__, signature(ours)
@@ -101,9 +100,6 @@ def by_torch(function: str, *differentiable: str, unmeasured: str = "") -> Calla
         def with_kernels(*args: Any, **kwargs: Any) -> Any:
             backend = kwargs.get("backend", "auto")
             if backend == "auto" and platform() == "gpu" and hopper_refusal():
-                if kwargs.get(unmeasured) is not None:
-                    _tell(op, f"those for {unmeasured} have not been measured; pass backend='triton' to run them")
-                    return ours(*args, **kwargs)
                 return _where_possible(op, function, ours, parameters, differentiable, args, kwargs)
             if not (isinstance(backend, str) and backend == "triton"):
                 return ours(*args, **kwargs)

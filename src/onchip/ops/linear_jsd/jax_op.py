@@ -70,7 +70,6 @@ Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
     "teacher_weight",
     "teacher_bias",
     "teacher_logits",
-    unmeasured="teacher_topk",
 )
 def linear_jsd(
     student_hidden: Array,  # [..., Hs]
@@ -261,7 +260,7 @@ def sharded_linear_jsd(
     return _call(ON_MESH, locals())
 
 
-@by_torch("onchip.ops.linear_jsd.torch_op:jsd", "student_logits", "teacher_logits", unmeasured="teacher_topk")
+@by_torch("onchip.ops.linear_jsd.torch_op:jsd", "student_logits", "teacher_logits")
 def jsd(
     student_logits: Array,  # [..., V]
     teacher_logits: Array | None = None,  # [..., V]

@@ -101,7 +101,7 @@ def linear_jsd(
             whichever is more, and at least what one chunk needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products in bfloat16 and float16, no gradient of
             teacher_logits), "plain" (PyTorch's own operations, on any device) or "auto": the first of these that can
-            run the call, but "plain" for teacher_topk, whose kernels have not been measured on a GPU.
+            run the call.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: for a vocabulary that is sharded over
             the ranks of a process group, as in `linear_cross_entropy`.  Each rank passes its rows of both models'
             weights and biases, or its columns of teacher_logits; teacher_topk has indices in the whole vocabulary, the
@@ -311,8 +311,6 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
         grads, shards, False,
     )  # fmt: skip
     reason = triton_op.refusal(call)
-    if reason is None and topk is not None and given["backend"] == "auto":
-        reason = "its kernels for a top-k teacher have not been measured on a GPU; pass backend='triton' to run them"
     chosen = choose_torch_backend(op, given["backend"], first.device, reason)
     if chosen == "triton":
         call = call._replace(kernels=shards.there or topk is not None)
