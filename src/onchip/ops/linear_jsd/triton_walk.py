@@ -27,7 +27,7 @@ from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_rows as known_rows
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
-from onchip.ops.linear_jsd.torch_walk import topk_rows
+from onchip.ops.linear_jsd.torch_walk import topk_of
 from onchip.ops.linear_jsd.triton_launches import (
     ELSEWHERE,
     Pair,
@@ -78,10 +78,14 @@ def forward(
     if call.number:
         pair.number_tokens()
         _divergences(pair, plan, saved, loss, token_weight=setup.flat(call.token_weight))
+    return _reduced(call, loss, pair.vectors.number)
+
+
+def _reduced(call: JsdCall, losses: Tensor, number: Tensor) -> Tensor:
+    """The loss, from that of each token, of which `number` aren't ignored."""
     if call.options.reduction == "none":
-        return loss.view(call.shape)
-    number, mean = pair.vectors.number, call.options.reduction == "mean"
-    return reduce_losses(loss, number, _divisor(call, number), mean=mean)
+        return losses.view(call.shape)
+    return reduce_losses(losses, number, _divisor(call, number), mean=call.options.reduction == "mean")
 
 
 def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
@@ -204,36 +208,43 @@ def _put_label(pair: Pair, numbers: Tensor, order: Tensor) -> None:
 
 def _forward_of_topk(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], of_call: Callable[..., Any]) -> Tensor:
     """The loss; PyTorch's operations make it, and what gradients are made from, of each chunk of tokens."""
-    call, stats = pair.call, pair.stats
+    call, stats, vectors = pair.call, pair.stats, pair.vectors
     losses = stated.zeros(call.number, torch.float32, stats.device)
 
     def gradients(found: Tensor, made: Any, first: int, size: int, into: Any) -> None:
         part = slice(first, first + size)
-        given = found[part], pair.vectors.order[part], stats[:, part]
+        given = found[part], vectors.order[part], vectors.label[part], stats[:, part]
         out = pair.numbers[part], losses[part], stats[MODELS[0] + INVERSE_SCALE, part]
-        for x, to in zip(of_call(_numbers_of_topk, *given), out, strict=True):
+        for x, to in zip(of_call(_numbers_of_topk, *given), out, strict=False):
             stated.call(Tensor.copy_, to, x)
         if into:
             topk_gradients(pair, made, first, size, 0, pair.tiles, into).run()
 
     _topk_chunks(pair, plan, saved, gradients)
-    loss: Tensor = of_call(_reduced, losses, pair.vectors.position)
-    return loss
+    if call.target is not None:  # else all tokens are in their positions
+        losses = stated.call(_spread, losses, vectors.position)
+    return _reduced(call, losses, vectors.number)
 
 
 def _numbers_of_topk(call: JsdCall, *tensors: Any) -> list[Tensor]:
-    """`Pair.numbers`, the losses without weights, and the inverse of a kept gradient's scale, for some positions."""
-    found, order, stats = tensors
-    all_tokens = topk_rows(call, call.tokens(check=False), slice(0, call.number))
-    rows = all_tokens._replace(indices=all_tokens.indices[order], values=all_tokens.values[order])
+    """For some positions: `Pair.numbers`, the losses, and for float16 the inverse of a kept gradient's scale."""
+    found, order, label, stats = tensors
+    rows = topk_of(call, order, torch.float32)
     value, numbers = torch_halves.topk_numbers(call, rows, stats[LOG_SUM] * LN2, found[:, :-1], found[:, -1])
-    losses = value * call.options.soft_factor - call.options.hard_weight * stats[LABEL_LOG_PROB]
-    return [numbers, losses, _inverse_scale(call, numbers[:, 1:].abs().amax(1))]
+    losses = value * call.options.soft_factor
+    if call.options.hard_weight > 0:
+        losses -= call.options.hard_weight * stats[LABEL_LOG_PROB]
+    if call.token_weight is not None:
+        losses *= call.token_weight.reshape(-1)[order]
+    if call.target is not None:
+        losses.masked_fill_(label < 0, math.nan)
+    scaled = call.dtypes[0] == torch.float16
+    return [numbers, losses, *([_inverse_scale(call, numbers[:, 1:].abs().amax(1))] if scaled else [])]
 
 
-def _reduced(call: JsdCall, losses: Any, position: Any) -> Tensor:
-    losses = losses[position.clamp(min=0)].masked_fill(position < 0, 0)
-    return call.reduced(call.tokens(check=False), losses)
+def _spread(losses: Tensor, position: Tensor) -> Tensor:
+    """Losses by position as losses by token."""
+    return losses[position.clamp(min=0)].masked_fill(position < 0, 0)
 
 
 def _topk_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
