@@ -115,8 +115,9 @@ def cross_entropy(
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
-            out of the vocabulary (unless there is a softcap, which makes it -softcap).  NumPy's float64 counts as
-            float32 where JAX's 64-bit mode is off.
+            out of the vocabulary (unless there is a softcap, which makes it -softcap).  Kernels take logits of a token
+            that are all below -1e30 as if all were -inf: its loss is NaN.  NumPy's float64 counts as float32 where
+            JAX's 64-bit mode is off.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels q,
             for which the loss has sum(q * (lse - z)) in place of lse - z[target]: the probabilities of all entries,
             floating point [..., V], or those of K entries, `TopK(indices, values, kind, rest="truncated")` of

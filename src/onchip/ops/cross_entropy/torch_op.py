@@ -120,7 +120,8 @@ def cross_entropy(
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
             dimensions hold T tokens.  -inf takes an entry out of the vocabulary (unless there is a softcap, which
-            makes it -softcap).
+            makes it -softcap).  Kernels take logits of a token that are all below -1e30 as if all were -inf:
+            its loss is NaN.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels q,
             for which the loss has sum(q * (lse - z)) in place of lse - z[target]: the probabilities of all entries,
             floating point [..., V], or those of K entries, `TopK(indices, values, kind, rest="truncated")` of

@@ -108,7 +108,8 @@ def log_probs(
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
-            out of the vocabulary (unless there is a softcap, which makes it -softcap).
+            out of the vocabulary (unless there is a softcap, which makes it -softcap).  Kernels take logits of a token
+            that are all below -1e30 as if all were -inf: its log_prob is infinite or NaN.
         ids, labels: [...] or [..., K] of any integer dtype, as in `linear_log_probs`.
         ignore_index, softcap, logit_scale, temperature: as in `linear_log_probs`; temperature is a number or [...].
         entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
