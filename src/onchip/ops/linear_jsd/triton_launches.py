@@ -96,7 +96,7 @@ class Pair:
     def number_tokens(self) -> None:
         """Number the tokens that are not ignored.  For given logits find their labels; else `gather` does that."""
         compact(self.vectors, self.ids, self.ignore_index).run()
-        if not self.sides:
+        if not self.sides and self.call.target is not None:  # without targets 0 stands for each, as it does already
             # If another rank has the label, forward reads some other logit and doesn't use it.
             self.put_labels(0 if self.call.shards.there else None)
 
