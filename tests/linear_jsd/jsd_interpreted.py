@@ -22,7 +22,7 @@ from onchip.ops.linear_jsd import triton_op
 from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
-from onchip.torch import TopK, linear_jsd
+from onchip.torch import TopK, jsd, linear_jsd
 
 CHECKS = {}
 check = registering(CHECKS)
@@ -147,6 +147,18 @@ def auto_takes_kernels():
         for teacher in ({"teacher_topk": known}, {"teacher_logits": torch.ones(6, 300)}):
             with pytest.raises(NotImplementedError):
                 linear_jsd(h, w, **teacher)
+
+
+@check()
+def a_topk_whose_columns_are_contiguous():
+    z = torch.randn(3, 300)
+    values, ids = torch.randn(3, 300).log_softmax(-1).topk(4)
+    turned = TopK(ids.T.contiguous().T, values.T.contiguous().T, "log_probs", "tail")
+    losses = [
+        jsd(z, teacher_topk=known, reduction="none", backend="triton")
+        for known in (turned._replace(indices=ids), turned)
+    ]
+    assert torch.equal(*losses)
 
 
 @check()

@@ -38,6 +38,12 @@ def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> 
         raise ValueError(f"{op}: teacher_topk.indices must be distinct within a token; {int(same.sum())} are not")
 
 
+def _sorted(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's ids in ascending order, contiguous, and from where they come."""
+    made = torch.sort(indices.to(torch.int64).contiguous())
+    return made.values, made.indices
+
+
 class JsdModel(NamedTuple):
     """The student or the teacher: its last layer, or its logits.  Also the gradients of these."""
 
@@ -111,7 +117,7 @@ class JsdCall(NamedTuple):
         """
         shards, call = self.shards, self
         if self.kernels and self.indices is not None:
-            indices, order = stated.call(torch.sort, self.indices.to(torch.int64))
+            indices, order = stated.call(_sorted, self.indices)
             call = self._replace(indices=indices, values=stated.call(torch.gather, self.values, -1, order))
         if shards.sequence < 0:
             return call

@@ -152,18 +152,16 @@ class _Linear:
 
 def topk_rows(call: JsdCall, tokens: Tokens, part: slice) -> TopK[Tensor]:
     """The top-k of some computed tokens; NaN if an index is out of range, for which the CPU has raised already."""
-    return topk_of(call, part if tokens.index is None else tokens.index[part], tokens.dtype)
-
-
-def topk_of(call: JsdCall, which: slice | Tensor, dtype: torch.dtype) -> TopK[Tensor]:
-    """The same of the tokens that `which` selects, in the dtype of sums."""
     assert call.indices is not None
     assert call.values is not None
-    ids, values = (x.reshape(call.number, x.shape[-1])[which] for x in (call.indices, call.values))
+    ids, values = (
+        x[part] if tokens.index is None else x.index_select(0, tokens.index[part])
+        for x in (x.reshape(call.number, x.shape[-1]) for x in (call.indices, call.values))
+    )
     ids = ids.to(torch.int64)
     bad = (ids < 0) | (ids >= call.vocab)
     values = log_probs_or_nan(values) if call.topk_kind == "log_probs" else values
-    values = values.to(dtype).masked_fill(bad, math.nan)
+    values = values.to(tokens.dtype).masked_fill(bad, math.nan)
     words: Any = (call.topk_kind, call.topk_rest)
     return TopK(ids.masked_fill(bad, 0), values, *words)
 
