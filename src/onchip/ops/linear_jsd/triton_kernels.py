@@ -38,6 +38,7 @@ from onchip.ops.linear_jsd.triton_rows import (
     addresses,
     addresses_of_gradient,
     groups,
+    inverse_scale,
     log2_probs,
     store_gradient,
     sums,
@@ -143,12 +144,6 @@ def _gradient(log_own, log_other, mean, beta, DIFFERENCE: tl.constexpr, KL: tl.c
             _below, _w, _e, _share, log_share = _mixture(d, beta, EVEN)
             ratio = -(log_share + tl.maximum(d, 0.0))
         return p * (ratio - mean)
-
-
-@triton.jit
-def _inverse_scale(bound):
-    """The inverse of the power of two that takes `bound` to below 2^14: float16's range is short."""
-    return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
 
 
 @triton.jit(do_not_specialize=["first", "first_tile", "tiles", "tile_rows", "T"])
@@ -258,8 +253,8 @@ def divergence_rows(
                 t_mean = tl.where(value == float("inf"), value, tl.sum(by_ts, 0) / tl.sum(ts, 0))
             # A gradient is at most (1 + |mean|) times the largest of |by_s| and s.
             soft = soft_weight * inverse_temperature
-            s_inverse = _inverse_scale(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)
-            t_inverse = _inverse_scale(tl.max(t_bounds) * (1 + tl.abs(t_mean)) * soft)
+            s_inverse = inverse_scale(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)
+            t_inverse = inverse_scale(tl.max(t_bounds) * (1 + tl.abs(t_mean)) * soft)
             value *= soft_weight
             hard_log = value * 0
             label_log_prob = value * 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossOptions
+from onchip.frontend.topk import most_log_prob
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_topk as topk_kernels
@@ -231,7 +232,7 @@ def divergence(
         "near": tuple(nearly_equal(beta)),
         "soft_weight": options.soft_factor,
         "hard_weight": options.hard_weight,
-        "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
+        "MODE": _mode(beta),
         "EVEN": beta == 0.5,
         "HARD": options.hard_weight > 0,
         "TERMS": True,
@@ -241,6 +242,11 @@ def divergence(
     }
     registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
     return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments | more, _WARPS, registers=registers)
+
+
+def _mode(beta: float) -> int:
+    mode: int = {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value
+    return mode
 
 
 def _gradient_in(to: LogitBuffer | Tensor | None) -> JsdGradient:
@@ -276,6 +282,41 @@ def topk_log_probs(pair: Pair, made: Mapping[int, JsdLogits], first: int, tokens
     tail = pair.call.topk_rest == "tail"
     arguments = _of_topk(pair, made, first, pair.tiles, found=found, TAIL=tail, BLOCK=32)
     return Launch(topk_kernels.topk_log_probs, (tokens,), arguments, _WARPS)
+
+
+def topk_numbers(pair: Pair, first: int, tokens: int, found: Tensor, loss: Tensor) -> Launch:
+    """The losses by token, and `pair.numbers`, given what `topk_log_probs` found."""
+    call, options = pair.call, pair.call.options
+    assert call.indices is not None
+    assert call.values is not None
+    count = call.indices.shape[-1]
+    of_logits = call.topk_kind == "logits"
+    arguments = {
+        **pair.vectors.known,
+        "stats": pair.stats,
+        "found": found,
+        "indices": call.indices.view(-1, count),
+        "values": call.values.view(-1, count),
+        "numbers": pair.numbers,
+        "loss": loss,
+        "token_weight": setup.flat(call.token_weight),
+        "first": first,
+        "T": call.number,
+        "K": count,
+        "vocab": call.vocab,
+        "most": torch.finfo(torch.float32).max if of_logits else most_log_prob(torch.finfo(call.values.dtype).eps),
+        "scale": 1 / options.temperature if of_logits else 1.0,
+        "beta": options.beta,
+        "inverse_temperature": 1 / options.temperature,
+        "soft_weight": options.soft_factor,
+        "hard_weight": options.hard_weight,
+        "REST": topk_kernels.RESTS[call.topk_rest].value,
+        "MODE": _mode(options.beta),
+        "HARD": options.hard_weight > 0,
+        "SCALED": call.dtypes[0] == torch.float16,
+        "BLOCK": 128,
+    }
+    return Launch(topk_kernels.topk_numbers, (tokens,), arguments, 1)
 
 
 def topk_gradients(

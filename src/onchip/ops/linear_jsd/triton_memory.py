@@ -61,7 +61,8 @@ class JsdSizes:
         self.columns, self.any_grad = up(p.vocab, VOCAB_TILE), p.any_grad
         self.casts = self.hidden_rows = self.sums = 0
         self.vectors = (160 + 48 * p.topk) * p.tokens + MIB // 64
-        self.numbers = 80 * p.topk  # of a token in a chunk: what PyTorch's operations make of a top-k
+        # Of a token in a chunk: what PyTorch's operations make of a top-k.
+        self.numbers = 80 * p.topk if p.sharded else 0
         # For each model: bytes of a logit in forward, of a logit's gradient, and, without gradients, of a row of hidden
         # states.
         self.layers: list[tuple[int, int, int]] = []

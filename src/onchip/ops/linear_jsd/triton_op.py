@@ -83,7 +83,7 @@ def _forward(call: JsdCall) -> JsdTritonOutputs:
     call = call.of_all_tokens()
     made = _memory(call, plan)
     (stats, vectors, *saved) = made.left
-    return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved, OPERATOR.stated))
+    return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved))
 
 
 def _fake(call: JsdCall) -> JsdTritonOutputs:

@@ -157,5 +157,11 @@ def sums(model, i, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, 
 
 
 @triton.jit
+def inverse_scale(bound):
+    """The inverse of the power of two that takes `bound` to below 2^14: float16's range is short."""
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
+
+
+@triton.jit
 def store_gradient(gradient, into, g, j, v, tiles, V):
     tl.store(into, g.to(gradient.out.dtype.element_ty), mask=v < V if gradient.buffer is None else (j < tiles)[:, None])

@@ -1,8 +1,9 @@
-"""linear_jsd's Triton kernels for a top-k teacher: what the student gives the K entries, and the logits' gradient.
+"""linear_jsd's Triton kernels for a top-k teacher: what the student gives the K entries, the loss, and the gradient.
 
 Of each token's row of logits one kernel reads the K entries' log-probabilities and, for a tail, adds up all others.
-PyTorch's operations on K numbers per token make the loss from these (`torch_halves`).  They also make what the gradient
-is made from: a factor times exp(z / temperature - center), but at each of the K entries a number of its own.
+A second one makes the loss from these, K numbers per token, and what the gradient is made from: a factor times
+exp(z / temperature - center), but at each of the K entries a number of its own.  It computes what `topk_terms` of
+divergence.py does and `topk_numbers` of torch_halves.py, where the formulas are.  A third one writes the gradient.
 
 A token's ids are in ascending order.  So a program that goes through its row meets them one after another, and compares
 each with one block of logits alone.
@@ -12,6 +13,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, expm1
+from onchip.ops.linear_jsd.triton_kernels import FORWARD_KL, MIXTURE
 from onchip.ops.linear_jsd.triton_rows import (
     GROUP_OF,
     HARD_LOG_SUM,
@@ -23,6 +25,7 @@ from onchip.ops.linear_jsd.triton_rows import (
     addresses,
     addresses_of_gradient,
     groups,
+    inverse_scale,
     log2_probs,
     store_gradient,
 )
@@ -30,6 +33,9 @@ from onchip.vocab.triton.blocks import VOCAB_TILE
 
 # The id after the last one: no index of logits.
 NO_ID = tl.constexpr(2**31 - 1)
+# What happens to the entries outside the K.
+TAIL, TRUNCATED, RENORMALISED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RESTS = {"tail": TAIL, "truncated": TRUNCATED, "renormalised": RENORMALISED}
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "tile_rows", "T", "K"])
@@ -93,6 +99,167 @@ def topk_log_probs(
                     y = tl.load(own + k, mask=k < K, other=NO_ID)
                 others += tl.sum(groups(p), 1)
             tl.store(into + K, tl.log2(tl.sum(others, 0)) * LN2)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for -1 <= x <= 0: from -1/2 on a series, of 2 atanh(x / (2 + x))."""
+    s = x / (2 + x)
+    q = s * s
+    series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13)))))))
+    return tl.where(x > -0.5, series, tl.log(1 + x))
+
+
+@triton.jit
+def _terms(ls, lt, beta, MODE: tl.constexpr, REST: tl.constexpr):
+    """Of each entry, from the log-probabilities: its part of the loss, the derivative by log s, and s.
+
+    For forward KL the derivative is the one by the logit, s - t, unless the entries are TRUNCATED.
+    """
+    s, t = tl.exp(ls), tl.exp(lt)
+    d = tl.where((ls == float("-inf")) & (lt == float("-inf")), 0.0, lt - ls)
+    if MODE != MIXTURE:
+        if MODE == FORWARD_KL:
+            p, q, far, by_s = t, s, d, s - t
+        else:
+            p, q, far = s, t, -d
+            by_s = tl.where(s == 0, 0.0, s * far)
+        if REST == TRUNCATED:
+            term = tl.where(p == 0, 0.0, p * far)
+            by_s = -t if MODE == FORWARD_KL else by_s + s
+        else:
+            e = expm1(-tl.abs(far))
+            term = tl.where(far < 0, q * (far * (1 + e) - e), p * (e + far))
+            term = tl.maximum(tl.where(p == 0, q, term), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        e = expm1(-tl.abs(d))
+        low = _log1p(tl.where(d <= 0, beta, 1 - beta) * e)
+        by_s = tl.where(s == 0, 0.0, (beta - 1) * s * (low + tl.maximum(d, 0.0)))
+        by_t = tl.where(t == 0, 0.0, -beta * t * (low - tl.minimum(d, 0.0)))
+        term = tl.maximum(by_s + by_t, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return term, by_s, s
+
+
+@triton.jit
+def _log_sum(of, K, most, indices, vocab, scale, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
+    """The largest of a token's K numbers, and how far their log-sum-exp is above it; with CHECKED, the teacher's."""
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        if CHECKED:
+            x = _values(of, indices, k, K, most, vocab, scale)
+        else:
+            x = tl.load(of + k, mask=k < K, other=float("-inf"))
+        new = tl.maximum(top, x)
+        at = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(top - at) + tl.exp(x - at)
+        top = new
+    largest = tl.max(top, 0)
+    at = tl.where(largest == float("-inf"), 0.0, largest)
+    return at, tl.log(tl.sum(total * tl.exp(top - at), 0))
+
+
+@triton.jit
+def _values(of, indices, k, K, most, vocab, scale):
+    """What the teacher gives some ids: NaN if that can't be a log-probability, or the id is out of range."""
+    x = tl.load(of + k, mask=k < K, other=float("-inf"))
+    x = tl.where(x > most, float("nan"), x.to(tl.float32) * scale)
+    y = tl.load(indices + k, mask=k < K, other=0)
+    return tl.where((y >= 0) & (y < vocab), x, float("nan"))
+
+
+@triton.jit(do_not_specialize=["first", "T", "K"])
+def topk_numbers(
+    stats,  # [STATS, T] float32, by position
+    found,  # [T, K + 1] float32, by position: as `topk_log_probs` leaves it
+    indices,  # [T, K] int64, by token
+    values,  # [T, K], by token: the teacher's log-probabilities, or its logits
+    numbers,  # [T, K + 2] float32 out, by position: center, factor, and one for each id
+    loss,  # [T] float32 out, by token
+    order,  # [T] int32: the token of a position
+    count,  # [1] int32
+    label,  # [T] int32: -1 if it is out of range
+    token_weight,  # [T] float32, by token
+    first,  # position
+    T,
+    K,
+    vocab,
+    most,  # the largest number that passes as one of the values
+    scale,  # of the values
+    beta,
+    inverse_temperature,
+    soft_weight,
+    hard_weight,
+    REST: tl.constexpr,
+    MODE: tl.constexpr,
+    HARD: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token's loss, and from what its logits' gradient is made."""
+    at = first + tl.program_id(0)
+    if at < tl.load(count):
+        token = tl.load(order + at).to(tl.int64)
+        of_student = found + at.to(tl.int64) * (K + 1)
+        of_teacher, ids = values + token * K, indices + token * K
+        out = numbers + at.to(tl.int64) * (K + 2)
+        lse = tl.load(stats + LOG_SUM * T + at) * LN2
+        entries = K
+        s_top, s_sum, t_top, t_sum = 0.0, 0.0, 0.0, 0.0  # what log-probabilities are relative to
+        rest = 0.0  # the logarithm of what the teacher gives all others
+        if REST != TRUNCATED:
+            t_top, t_sum = _log_sum(of_teacher, K, most, ids, vocab, scale, BLOCK, True)
+        if REST == RENORMALISED:
+            s_top, s_sum = _log_sum(of_student, K, most, ids, vocab, 1.0, BLOCK, False)
+        if REST == TAIL:
+            # What the caller gives may add up to more than 1 by a rounding.
+            rest = tl.log(0.0 - expm1(tl.minimum(t_top + t_sum, 0.0, propagate_nan=tl.PropagateNan.ALL)))
+            t_top, t_sum = 0.0, 0.0
+            entries = K + 1
+        value = tl.zeros((BLOCK,), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, entries, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            ls = tl.load(of_student + k, mask=k < entries, other=float("-inf")) - s_top - s_sum
+            lt = tl.where(k == K, rest, _values(of_teacher, ids, k, K, most, vocab, scale) - t_top - t_sum)
+            lt = tl.where(k < entries, lt, float("-inf"))
+            term, by_s, _s = _terms(ls, lt, beta, MODE, REST)
+            value += term
+            total += by_s
+        mean = tl.sum(total, 0)
+        if MODE == FORWARD_KL and REST != TRUNCATED:
+            mean = 0.0
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, entries, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            ls = tl.load(of_student + k, mask=k < entries, other=float("-inf")) - s_top - s_sum
+            lt = tl.where(k == K, rest, _values(of_teacher, ids, k, K, most, vocab, scale) - t_top - t_sum)
+            lt = tl.where(k < entries, lt, float("-inf"))
+            _term, by_s, s = _terms(ls, lt, beta, MODE, REST)
+            g = by_s - s * mean
+            largest = tl.maximum(largest, tl.abs(g))
+            # Behind center and factor; a tail's own is the factor.
+            tl.store(out + tl.where(k < K, 2 + k, 1), g, mask=k < entries)
+        center, bound = lse, tl.max(largest, 0)
+        if REST == TAIL:
+            others = tl.load(of_student + K)
+            center += tl.where(others == float("-inf"), 0.0, others)
+        elif REST == TRUNCATED:
+            tl.store(out + 1, -mean)
+            bound = tl.maximum(bound, tl.abs(mean))
+        else:
+            tl.store(out + 1, 0.0)
+        tl.store(out, center)
+        if SCALED:
+            bound = bound * (soft_weight * inverse_temperature) + hard_weight
+            tl.store(stats + INVERSE_SCALE * T + at, inverse_scale(bound))
+        losses = tl.sum(value, 0) * soft_weight
+        if HARD:
+            losses -= hard_weight * tl.load(stats + LABEL_LOG_PROB * T + at)
+        if token_weight is not None:
+            losses *= tl.load(token_weight + token)
+        tl.store(loss + token, tl.where(tl.load(label + at) < 0, float("nan"), losses))
 
 
 @triton.jit(do_not_specialize=["first", "first_tile", "tiles", "tile_rows", "T", "K"])

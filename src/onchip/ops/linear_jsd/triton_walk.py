@@ -14,7 +14,6 @@ Nothing here waits for the device, except for other ranks.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_rows as known_rows
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
-from onchip.ops.linear_jsd.torch_walk import topk_of
 from onchip.ops.linear_jsd.triton_launches import (
     ELSEWHERE,
     Pair,
@@ -36,6 +34,7 @@ from onchip.ops.linear_jsd.triton_launches import (
     logits,
     topk_gradients,
     topk_log_probs,
+    topk_numbers,
 )
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.vocab.rows.launches import reduce_losses
@@ -65,7 +64,6 @@ def forward(
     stats: Tensor,
     vectors: Tensor,
     saved: Sequence[TritonSaved],
-    of_call: Callable[..., Any],  # a function of the call and tensors, stated as one operator: `Operator.stated`
 ) -> Tensor:
     """The loss; fills each model's memory, `saved`."""
     pair = Pair.of(call, plan, stated.zero(vectors), stats)
@@ -73,7 +71,7 @@ def forward(
         stated.refuse("ranks exchange what they know")
         return (_forward_of_shard if pair.topk is None else _topk_of_shard)(pair, plan, saved)
     if pair.topk is not None:
-        return _forward_of_topk(pair, plan, saved, partial(of_call, call))
+        return _forward_of_topk(pair, plan, saved)
     loss = stated.zeros(call.number, torch.float32, call.first.device)
     if call.number:
         pair.number_tokens()
@@ -206,45 +204,16 @@ def _put_label(pair: Pair, numbers: Tensor, order: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------- a top-k teacher
 
 
-def _forward_of_topk(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], of_call: Callable[..., Any]) -> Tensor:
-    """The loss; PyTorch's operations make it, and what gradients are made from, of each chunk of tokens."""
-    call, stats, vectors = pair.call, pair.stats, pair.vectors
-    losses = stated.zeros(call.number, torch.float32, stats.device)
+def _forward_of_topk(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
+    losses = stated.zeros(pair.call.number, torch.float32, pair.stats.device)
 
     def gradients(found: Tensor, made: Any, first: int, size: int, into: Any) -> None:
-        part = slice(first, first + size)
-        given = found[part], vectors.order[part], vectors.label[part], stats[:, part]
-        out = pair.numbers[part], losses[part], stats[MODELS[0] + INVERSE_SCALE, part]
-        for x, to in zip(of_call(_numbers_of_topk, *given), out, strict=False):
-            stated.call(Tensor.copy_, to, x)
+        topk_numbers(pair, first, size, found, losses).run()
         if into:
             topk_gradients(pair, made, first, size, 0, pair.tiles, into).run()
 
     _topk_chunks(pair, plan, saved, gradients)
-    if call.target is not None:  # else all tokens are in their positions
-        losses = stated.call(_spread, losses, vectors.position)
-    return _reduced(call, losses, vectors.number)
-
-
-def _numbers_of_topk(call: JsdCall, *tensors: Any) -> list[Tensor]:
-    """For some positions: `Pair.numbers`, the losses, and for float16 the inverse of a kept gradient's scale."""
-    found, order, label, stats = tensors
-    rows = topk_of(call, order, torch.float32)
-    value, numbers = torch_halves.topk_numbers(call, rows, stats[LOG_SUM] * LN2, found[:, :-1], found[:, -1])
-    losses = value * call.options.soft_factor
-    if call.options.hard_weight > 0:
-        losses -= call.options.hard_weight * stats[LABEL_LOG_PROB]
-    if call.token_weight is not None:
-        losses *= call.token_weight.reshape(-1)[order]
-    if call.target is not None:
-        losses.masked_fill_(label < 0, math.nan)
-    scaled = call.dtypes[0] == torch.float16
-    return [numbers, losses, *([_inverse_scale(call, numbers[:, 1:].abs().amax(1))] if scaled else [])]
-
-
-def _spread(losses: Tensor, position: Tensor) -> Tensor:
-    """Losses by position as losses by token."""
-    return losses[position.clamp(min=0)].masked_fill(position < 0, 0)
+    return _reduced(pair.call, losses, pair.vectors.number)
 
 
 def _topk_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
