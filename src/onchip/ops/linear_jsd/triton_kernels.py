@@ -180,13 +180,14 @@ def divergence_rows(
     TEACHER_SCALED: tl.constexpr,
     TERMS: tl.constexpr,
     KNOWN: tl.constexpr,
+    ONE: tl.constexpr,
     TILES: tl.constexpr,
     PAD: tl.constexpr,
 ):
     """Losses and statistics, and the logits' gradients, of one token per program.
 
     Where these logits are a shard of the vocabulary, a launch without TERMS makes their own softmax alone, and one with
-    KNOWN, given the whole vocabulary's, their part of the loss and their own means.
+    KNOWN, given the whole vocabulary's, their part of the loss and their own means.  With ONE there is one model.
 
     Gradients are multiplied by their row's factor, or without one by what suits float16 (SCALED).  Those in tiles are 0
     for the positions up to a whole block, PAD: products read them.
@@ -216,7 +217,10 @@ def divergence_rows(
                 s_others = s_max * 0
             else:
                 s_max, s_log, s_others = sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
-                t_max, t_log, _others = sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
+                if ONE:
+                    t_max, t_log = s_max, s_log
+                else:
+                    t_max, t_log, _others = sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
             losses = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
             by_ss = losses
             by_ts = losses

@@ -237,6 +237,7 @@ def divergence(
         "HARD": options.hard_weight > 0,
         "TERMS": True,
         "KNOWN": False,
+        "ONE": pair.topk is not None,
         "TILES": _TILES,
         "PAD": pad,
     }
