@@ -117,7 +117,7 @@ def test_the_command(tmp_path, monkeypatch):
 def test_what_fails_in_its_process_is_told():
     case = tiny("cross_entropy")[1]
     asked = AskedLengths("cross_entropy", case, "nobody", "cpu", "float32", 1)
-    with lengths._Process("/nowhere") as process:
+    with lengths._Measuring("/nowhere") as process:
         process.wait_for_imports()
         with pytest.raises(RuntimeError, match="StopIteration"):
             process.measure(asked, print)
