@@ -19,15 +19,21 @@ def weighed(value, class_weight):
     return value if class_weight is None else jnp.where(class_weight[None] > 0, value * class_weight[None], 0)
 
 
-def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted, labels=None):
-    x = unscaled(logits, inner_scale)
+def counts(x, end):
+    """[1, V]: the entries that aren't padding."""
+    return jnp.arange(x.shape[1])[None] < (x.shape[1] if end is None else end[0])
+
+
+def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted, labels=None, end=None):
+    x, counted = unscaled(logits, inner_scale), counts(logits, end)
+    x = jnp.where(counted, x, -jnp.inf)
     best = jnp.maximum(x.max(1), mosaic.LOWEST)
     below = (x - best[:, None]) * factor[:, None]
     e = jnp.exp(below)
     others = jnp.where(e > mosaic.LEADING, 0, e)
     made = {"best": best, "total": e.sum(1), "below": others.sum(1)}
     if wanted.even:
-        made["offset_sum"] = weighed(below, class_weight).sum(1)
+        made["offset_sum"] = jnp.where(counted, weighed(below, class_weight), 0).sum(1)
     if wanted.entropy:
         made["moment"] = (e * jnp.maximum(below, mosaic.NOTHING)).sum(1)
     if wanted.argmax:
@@ -35,7 +41,7 @@ def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted, label
     if wanted.sum_sq:
         made |= {"squares": (e * e).sum(1), "squares_below": (others * others).sum(1)}
     if labels is not None:
-        q = labels.astype(jnp.float32)
+        q = jnp.where(counted, labels.astype(jnp.float32), 0)
         plain = wanted.entropy and class_weight is not None
         for which, each in [("", weighed(q, class_weight)), ("plain_", q)][: 1 + plain]:
             made[f"{which}cost"] = jnp.where(each == 0, 0, -each * below).sum(1)
@@ -44,7 +50,7 @@ def statistics(logits, kept, factor, inner_scale, class_weight, *, wanted, label
     return {name: jnp.where(kept != 0, value, unwritten[name]) for name, value in made.items()}
 
 
-def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *, labels=None):
+def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *, labels=None, end=None):
     x = unscaled(logits, inner_scale)
     a = type(gradient)(*(None if x is None else x[:, None] for x in gradient))
     offset = x * factor[:, None] - a.center
@@ -59,7 +65,7 @@ def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *,
     if ids is not None:
         g = jnp.where(jnp.arange(x.shape[1])[None] == ids[:, None], a.at_id, g)
     g = g if inner_scale is None else g * (1 - x * x)
-    return jnp.where(kept[:, None] != 0, g, 0).astype(logits.dtype)
+    return jnp.where((kept[:, None] != 0) & counts(x, end), g, 0).astype(logits.dtype)
 
 
 def forget():

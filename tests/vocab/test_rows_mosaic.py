@@ -58,7 +58,7 @@ def rows(tokens, vocab, dtype, labels=None):
     return (logits, kept, jnp.linspace(0.5, 1.5, tokens), jnp.array([0.3]), class_weight), ids, q, of
 
 
-def assert_kernels_compute(vocab, dtype, labels=None, capped=True, plain=False, tiles=None):
+def assert_kernels_compute(vocab, dtype, labels=None, capped=True, plain=False, tiles=None, end=None):
     """What their stand-ins do, by which the ops below are compared with the oracle."""
     given, ids, q, of = rows(4, vocab, dtype, labels)
     if not capped:
@@ -67,9 +67,12 @@ def assert_kernels_compute(vocab, dtype, labels=None, capped=True, plain=False, 
         given = *given[:4], None
         of = RowGradient(of.factor, of.center, at_id=of.at_id)
     of = of if q is not None else of._replace(labels=None)
+    if end is not None and not plain:
+        given = *given[:4], given[4].at[end:].set(0)
     how, wanted = {"tiles": tiles, "interpret": INTERPRETER}, Wanted() if plain else ALL
-    made = jax.jit(partial(mosaic.statistics, wanted=wanted, **how))(*given, labels=q)
-    right = plain_rows.statistics(*given, wanted=wanted, labels=q)
+    more = {"labels": q, "end": None if end is None else jnp.array([end])}
+    made = jax.jit(partial(mosaic.statistics, wanted=wanted, **how))(*given, **more)
+    right = plain_rows.statistics(*given, wanted=wanted, **more)
     assert made.keys() == right.keys()
     kept = np.asarray(given[1]) != 0
     led = kept & (np.asarray(right["total"]) < 1 / mosaic.LEADING)
@@ -78,10 +81,10 @@ def assert_kernels_compute(vocab, dtype, labels=None, capped=True, plain=False, 
         these = led if name.endswith("below") else kept
         x, y = np.asarray(x)[these], np.asarray(right[name])[these]
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
-    g = jax.jit(partial(mosaic.gradients, **how))(*given, ids, of, labels=q)
+    g = jax.jit(partial(mosaic.gradients, **how))(*given, ids, of, **more)
     assert g.dtype == jnp.dtype(dtype)
     eps = float(jnp.finfo(dtype).eps)
-    assert_near(g.astype(jnp.float32), plain_rows.gradients(*given, ids, of, labels=q).astype(jnp.float32), 8 * eps)
+    assert_near(g.astype(jnp.float32), plain_rows.gradients(*given, ids, of, **more).astype(jnp.float32), 8 * eps)
     assert not g[2].any()
 
 
@@ -100,6 +103,8 @@ def test_kernels_interpreted():
         (1024, "float32", "bfloat16", {}),
         (2056, "bfloat16", "float32", {"capped": False}),
         (515, "float16", "float16", {}),
+        (1027, "float16", "float16", {"end": 1000}),  # a shard with padding
+        (1032, "bfloat16", None, {"end": 0, "capped": False}),
     ],
     ids=str,
 )
@@ -120,10 +125,12 @@ def test_kernels_lower(vocab, dtype, labels):
     given, ids, q, of = jax.eval_shape(lambda: rows(4, vocab, dtype, labels))
     of = of if q is not None else of._replace(labels=None)
 
-    def run(given, ids, q, of):
-        return mosaic.statistics(*given, wanted=ALL, labels=q), mosaic.gradients(*given, ids, of, labels=q)
+    def run(given, ids, q, of, end):
+        more = {"labels": q, "end": end}
+        return mosaic.statistics(*given, wanted=ALL, **more), mosaic.gradients(*given, ids, of, **more)
 
-    text = jax.jit(run).trace(given, ids, q, of).lower(lowering_platforms=("cuda",)).as_text()
+    end = jax.ShapeDtypeStruct((1,), "int32") if labels == "float32" else None
+    text = jax.jit(run).trace(given, ids, q, of, end).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
@@ -257,13 +264,12 @@ def test_refusals():
         assert_refused(op.__name__, lambda op=op: op(z, y, backend="mosaic_gpu"), ValueError, message)
         assert jax.tree.leaves(op(z, y))[0].size  # by 'xla'
     problem = memory.RowsProblem(2, 130)
-    for changes, shard, reason in (
-        ({"dtype": "float64"}, None, "it takes no float64; pass backend='xla', or 'auto'"),
-        ({"labels": "float64"}, None, "it takes no float64; pass backend='xla', or 'auto'"),
-        ({}, object(), "it doesn't take a split vocabulary; pass backend='xla'"),
-        ({}, None, None),
+    for changes, reason in (
+        ({"dtype": "float64"}, "it takes no float64; pass backend='xla', or 'auto'"),
+        ({"labels": "float64"}, "it takes no float64; pass backend='xla', or 'auto'"),
+        ({}, None),
     ):
-        assert mosaic_op.refusal(replace(problem, **changes), "gpu", shard) == reason
+        assert mosaic_op.refusal(replace(problem, **changes), "gpu") == reason
 
 
 def test_it_runs_on_hopper():

@@ -82,9 +82,9 @@ def refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, 
     return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
 
 
-def row_refusals(problem: RowsProblem, platform: str, shard: Shard | None = None) -> dict[str, str | None]:
+def row_refusals(problem: RowsProblem, platform: str) -> dict[str, str | None]:
     """Why each backend of the platform, best first, can't serve a call with logits, or None."""
-    reasons = {"xla": None, "mosaic_gpu": mosaic_rows.refusal(problem, platform, shard)}
+    reasons = {"xla": None, "mosaic_gpu": mosaic_rows.refusal(problem, platform)}
     return {name: reasons[name] for name in BACKENDS.get(platform, ("xla",))}
 
 

@@ -203,7 +203,7 @@ def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static,
     constants = Constants.of(given, static.options, accumulator(logits.dtype), axes)
     static, logits = split_as(static, vocab), logits.reshape(logits.size // vocab, vocab)
     problem = _problem(static, True, logits, constants)
-    refused = row_refusals(problem, static.platform, static.shard)
+    refused = row_refusals(problem, static.platform)
     return static._replace(backend=choose_backend(OP, static.backend, refused)), logits, constants
 
 

@@ -452,7 +452,7 @@ def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogPr
     tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
     static, constants = parallel.split_as(static, vocab), given.by_token(tokens)
     logits = of.reshape(tokens, vocab)
-    refused = jax_ways.row_refusals(_rows(static, logits, constants, True), static.platform, static.shard)
+    refused = jax_ways.row_refusals(_rows(static, logits, constants, True), static.platform)
     return static._replace(backend=choose_backend(spec.LOGITS_OP, static.backend, refused)), logits, constants
 
 

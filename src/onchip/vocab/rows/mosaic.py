@@ -64,10 +64,11 @@ def statistics(
     kept: Array,  # [T] int32: rows with 0 aren't read, and nothing is written for them
     factor: Array,  # [T] or [1] float32: k
     inner_scale: Array | None,  # [1] float32, with softcap: of the logits before tanh
-    class_weight: Array | None,  # [V] float32: of `offset_sum`, and of labels
+    class_weight: Array | None,  # [V] float32: of `offset_sum`, and of labels; 0 for padding
     *,
     wanted: Wanted,
     labels: Array | None = None,  # [T, V] float32, bfloat16 or float16: soft ones
+    end: Array | None = None,  # [1] int32: entries from this one on are padding
     tiles: RowWalk | None = None,
     interpret: Any = None,
 ) -> dict[str, Array]:
@@ -112,18 +113,14 @@ def statistics(
         def absorb(start: Any, skip: int, raw: list[Any], state: dict[str, Any]) -> dict[str, Any]:
             """The state with a tile in it, whose first `skip` logits were in others."""
             xs, new = [of(x) for x in raw], {}
-            inside = None if not skip else strips.places() >= skip
+            inside = _inside(refs, strips, start, skip, len(raw))
             qs = [] if labels is None else [of_label(start, i) for i in range(len(xs))]
             if reference is not None:
                 total = state["offset_sum"]
                 for i, x in enumerate(xs):
-                    offset = weighed(x - reference, start, i)
-                    if i == 0 and inside is not None:
-                        offset = jnp.where(inside, offset, 0.0)
-                    total = total + offset
+                    total = total + inside[i](weighed(x - reference, start, i), 0.0)
                 new["offset_sum"] = total
-            if inside is not None:
-                xs[0] = jnp.where(inside, xs[0], -jnp.inf)
+            xs = [counted(x, -jnp.inf) for counted, x in zip(inside, xs, strict=True)]
             largest = xs[0]
             for x in xs[1:]:
                 largest = jnp.maximum(largest, x)
@@ -163,7 +160,7 @@ def statistics(
                 cost = state[f"{which}cost"] - mass * jnp.maximum(drop, NOTHING)
                 for i, q in enumerate(qs):
                     q = weighed(q, start, i) if which == costs[0] else q
-                    q = q if i or inside is None else jnp.where(inside, q, 0.0)
+                    q = inside[i](q, 0.0)
                     # What has no probability costs nothing, where 0 * -inf would not be 0.
                     cost, mass = cost + jnp.where(q == 0, 0.0, q * ((new["best"] - xs[i]) * k2)), mass + q
                 new |= {f"{which}cost": cost, f"{which}mass": mass}
@@ -190,7 +187,8 @@ def statistics(
         for name in {"moment", "cost", "plain_cost"} & made.keys():
             made[name] = made[name] * (1 / LOG2E)
         if reference is not None:
-            share = float(vocab) if class_weight is None else refs["class_total"][0]
+            share = float(vocab) if end is None else refs["end"][0].astype(jnp.float32)
+            share = share if class_weight is None else refs["class_total"][0]
             made["offset_sum"] = (made["offset_sum"] + (reference - best) * share) * k
         if wanted.argmax:
             made["argmax"] = jnp.min(jnp.where(led, NO_COLUMN, state["argmax"]))
@@ -202,7 +200,7 @@ def statistics(
         pl.when(refs["kept"][row] != 0)(lambda: of_row(refs, row))
 
     inputs = {"logits": logits, "kept": kept, "factor": factor, "inner_scale": inner_scale}
-    inputs |= {"class_weight": class_weight, "labels": labels}
+    inputs |= {"class_weight": class_weight, "labels": labels, "end": end}
     if wanted.even and class_weight is not None:
         inputs["class_total"] = jnp.sum(class_weight).reshape(1)
     return launch(
@@ -232,6 +230,7 @@ def gradients(
     gradient: RowGradient,
     *,
     labels: Array | None = None,  # as in `statistics`, with `gradient.labels`
+    end: Array | None = None,  # as in `statistics`; the gradient of padding is 0
     tiles: RowWalk | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -258,6 +257,7 @@ def gradients(
         y = None if ids is None else refs["ids"][row]
 
         def tile(start: Any, skip: int, raw: list[Any], state: Any) -> Any:
+            inside = _inside(refs, strips, start, 0, len(raw))
             for i, each in enumerate(raw):
                 x, first = of(each), start + i * strips.size
                 offset = x * k - a["center"]
@@ -279,7 +279,7 @@ def gradients(
                     g = jnp.where(strips.places() == y - first, a["at_id"], g)
                 if inner_scale is not None:
                     g = g * (1 - x * x)
-                write(refs, row, first, g)
+                write(refs, row, first, inside[i](g, 0.0))
             return state
 
         _walk(refs["logits"], row, vocab, t, strips, tile, jnp.int32(0))
@@ -291,7 +291,7 @@ def gradients(
     inputs: dict[str, Any] = {"logits": logits, "kept": kept, "factor": factor, "inner_scale": inner_scale}
     inputs |= {f"by {name}": x for name, x in vectors.items() if name != "at_id" or ids is not None}
     lacking = gradient.even is not None or labels is not None
-    inputs |= {"ids": ids, "class_weight": class_weight if lacking else None, "labels": labels}
+    inputs |= {"ids": ids, "class_weight": class_weight if lacking else None, "labels": labels, "end": end}
     made: Array = launch(
         body, inputs, {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}, (), grid={"row": tokens},
         warpgroups=None, name="row_gradients", interpret=interpret,
@@ -305,6 +305,24 @@ def _unscaled(refs: Mapping[str, Any], strips: Strips) -> Callable[[Any], Any]:
         return strips.floats
     inner = refs["inner_scale"][0]
     return lambda raw: tanh(strips.floats(raw) * inner)
+
+
+def _inside(refs: Refs, strips: Strips, start: Any, skip: int, count: int) -> list[Callable[[Any, float], Any]]:
+    """For each strip of a tile, the function that replaces the numbers of entries that don't count: the first `skip` of
+    the tile, and padding."""
+
+    def of(i: int) -> Callable[[Any, float], Any]:
+        counts = [strips.places() >= skip] if skip and not i else []
+        counts += [strips.places() < refs["end"][0] - (start + i * strips.size)] if "end" in refs else []
+
+        def counted(x: Any, instead: float) -> Any:
+            for each in counts:
+                x = jnp.where(each, x, instead)
+            return x
+
+        return counted
+
+    return [of(i) for i in range(count)]
 
 
 def _walk(

@@ -1,7 +1,8 @@
 """Losses of logits that exist already, for JAX on the Hopper kernels of mosaic.py: a way of `onchip.vocab.jax_ways`.
 
 Each row is its token's; ignored ones are skipped.  A kernel reads each logit once for the statistics, and once more,
-in backward, for the gradient.
+in backward, for the gradient.  If the vocabulary is split over devices, each reads its own logits, and the statistics
+are merged.
 """
 
 from collections.abc import Mapping
@@ -10,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from onchip.frontend.jax_call import IGNORED
+from onchip.frontend.jax_call import IGNORED, vary_alike
 from onchip.frontend.jax_inputs import hopper_refusal
 from onchip.kernels.mosaic.maths import tanh
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory
 from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla.loss import LabelSums, LossCall
-from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import (
     CountedTokens,
     Softmax,
@@ -55,10 +55,8 @@ class InPlace(CountedTokens):
         return self.kept
 
 
-def refusal(problem: RowsProblem, platform: str, shard: Shard | None = None) -> str | None:
+def refusal(problem: RowsProblem, platform: str) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    if shard is not None:
-        return "it doesn't take a split vocabulary; pass backend='xla'"
     return memory.mosaic_refusal(problem, platform) or hopper_refusal()
 
 
@@ -77,17 +75,19 @@ def forward(
     """The statistics of each row, and what backward needs."""
     from onchip.vocab.rows import mosaic  # Pallas takes a second to import
 
-    logits, transform, entries = call.source.bits, call.transform, call.entries
-    kept, factor, inner = call.tokens.kept.astype(jnp.int32), _factor(transform), _inner(transform)
-    class_weight = call.class_weight if wanted.even or entries is not None else None
+    shard = call.shard
+    own = call if shard is None else shard.local(call)
+    logits, transform, entries = own.source.bits, own.transform, own.entries
+    kept, factor, inner = own.tokens.kept.astype(jnp.int32), _factor(transform), _inner(transform)
+    class_weight = own.class_weight if wanted.even or entries is not None else None
     of_kernel = wanted._replace(argmax=wanted.argmax or entries is not None)
-    made = mosaic.statistics(logits, kept, factor, inner, class_weight, wanted=of_kernel, labels=entries)
+    made = mosaic.statistics(logits, kept, factor, inner, class_weight, wanted=of_kernel, labels=entries, end=_end(own))
     best = made["best"] * factor
     summed: Any = {x: made.get(x) for x in ("total", "below", "offset_sum", "moment", "squares", "squares_below")}
     softmax = Softmax(
         best,
-        picked=best[:, None] if entries is not None else _picked(logits, call.ids, transform, factor, best),
-        weight=jnp.broadcast_to(jnp.sum(call.class_weight), best.shape) if wanted.weighed else None,
+        picked=best[:, None] if entries is not None else _picked(own, factor, best),
+        weight=jnp.broadcast_to(jnp.sum(own.class_weight), best.shape) if wanted.weighed else None,
         # -1 for rows in which all logits are -inf, as in plain JAX, or one is no number.
         argmax=jnp.where(jnp.isnan(best) | (made["argmax"] == mosaic.NO_COLUMN), -1, made["argmax"])
         if wanted.argmax
@@ -96,25 +96,26 @@ def forward(
     )
     sums = None
     if entries is None:
+        softmax = softmax if shard is None else shard.joined(softmax)
         stats = softmax.complete(call.ids, call.vocab)
     else:
-        stats, sums, call = _with_labels(call, wanted, softmax, made)
+        stats, sums, call = _entries_of(own, wanted, softmax, made).everywhere(call)
     return stats, sums, XlaSaved(call, stats.known) if any(jax.tree.leaves(needs)) else None
 
 
-def _with_labels(
-    call: LossCall, wanted: Wanted, softmax: Softmax, made: Mapping[str, Array]
-) -> tuple[XlaTokenStats, LabelSums, LossCall]:
-    """As `onchip.vocab.xla.walk.of_every_entry`."""
-    largest = jnp.minimum(made["argmax"], call.vocab - 1)  # any, if all logits are -inf
-    label = jnp.take_along_axis(call.entries, largest[:, None], 1)[:, 0].astype(jnp.float32)
+def _entries_of(own: LossCall, wanted: Wanted, softmax: Softmax, made: Mapping[str, Array]) -> Entries:
+    """What is known about labels of every entry of this device."""
+    q = own.entries
+    largest = jnp.minimum(made["argmax"], q.shape[1] - 1)  # any, if all logits are -inf
+    label = jnp.take_along_axis(q, largest[:, None], 1)[:, 0].astype(jnp.float32)
     entries = Entries(softmax, largest, -made["cost"], made["mass"], label)
-    if wanted.entropy:
-        likeliest = jnp.argmax(call.entries, 1).astype(jnp.int32)
-        plain = (-made["plain_cost"], made["plain_mass"]) if "plain_cost" in made else None
-        entries = entries._replace(likeliest=likeliest, most=jnp.zeros_like(label), plain=plain)
-    one: Entries = jax.tree.map(lambda x: x[None], entries)
-    return one.merged(call)
+    if not wanted.entropy:
+        return entries
+    if (end := _end(own)) is not None:
+        q = jnp.where(jnp.arange(q.shape[1])[None] < end[0], q, 0)
+    plain = (-made["plain_cost"], made["plain_mass"]) if "plain_cost" in made else None
+    most = jnp.max(q, 1).astype(jnp.float32)
+    return entries._replace(likeliest=jnp.argmax(q, 1).astype(jnp.int32), most=most, plain=plain)
 
 
 def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaTokenGradient) -> Array:
@@ -122,6 +123,8 @@ def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaToken
     from onchip.vocab.rows import mosaic
 
     call, stats = saved
+    if call.shard is not None:
+        call, stats, gradient = vary_alike((call.shard.local(call), stats, gradient))
     logits, transform, ids, one = call.source.bits, call.transform, call.ids, call.ids.shape[1] == 1
     factor, inner = _factor(transform), _inner(transform)
     gradient = gradient.times(transform.factor())
@@ -138,7 +141,7 @@ def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaToken
     )
     made = mosaic.gradients(
         logits, call.tokens.kept.astype(jnp.int32), factor, inner, call.class_weight, ids[:, 0] if one else None,
-        of_rows, labels=call.entries,
+        of_rows, labels=call.entries, end=_end(call),
     )  # fmt: skip
     if one:
         return made
@@ -154,6 +157,12 @@ def backward(plan: ChunkConfig, needs: Any, saved: XlaSaved, upstream: Array) ->
     """The gradient of the logits [T, V] in their dtype, for one of the reduced loss, or of each token's."""
     call, stats = saved
     return gradients(plan, needs, saved, call.gradient(stats, call.reduction.row_scale(upstream, call.tokens)))
+
+
+def _end(call: LossCall) -> Array | None:
+    """[1]: how many of this device's entries count; None for all."""
+    end = None if call.shard is None else call.shard.end
+    return None if end is None else end.reshape(1)
 
 
 def _factor(transform: Transform) -> Array:
@@ -181,11 +190,13 @@ def _entries(logits: Array, ids: Array) -> Array:
     return jnp.take_along_axis(logits, jnp.maximum(ids, 0), 1, mode="clip").astype(jnp.float32)
 
 
-def _picked(logits: Array, ids: Array, transform: Transform, factor: Array, best: Array) -> Array:
-    """[T, K]: the ids' final logits."""
-    x, inner = _entries(logits, ids), _inner(transform)
+def _picked(own: LossCall, factor: Array, best: Array) -> Array:
+    """[T, K]: the ids' final logits; 0 of those that other devices have."""
+    x, inner = _entries(own.source.bits, own.ids), _inner(own.transform)
     if inner is None:
-        return x * factor[:, None]
-    # The kernel's tanh may differ in the last digit.  Where the id leads, that would be most of its loss.
-    picked, near = tanh(x * inner[0]) * factor[:, None], 1e-6 * factor[:, None]
-    return jnp.where(jnp.abs(picked - best[:, None]) < near, best[:, None], picked)
+        picked = x * factor[:, None]
+    else:
+        # The kernel's tanh may differ in the last digit.  Where the id leads, that would be most of its loss.
+        picked, near = tanh(x * inner[0]) * factor[:, None], 1e-6 * factor[:, None]
+        picked = jnp.where(jnp.abs(picked - best[:, None]) < near, best[:, None], picked)
+    return picked if own.shard is None else jnp.where(own.ids < 0, 0, picked)

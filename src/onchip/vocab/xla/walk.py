@@ -172,13 +172,7 @@ def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[X
     found, _ = by_rows(plan.token_chunk, own.tokens, [source, labels], [nothing, False], empty, step)
     # Not of a chunk's tile, or XLA's CPU backend would hold one more.
     at_largest = labels.bits.at[own.tokens.source, found.largest].get(mode="fill", fill_value=0)
-    found = found._replace(label=labels.floats(at_largest).astype(number.dtype))
-    if shard is None:
-        return jax.tree.map(lambda x: x[None], found).merged(call)  # type: ignore[no-any-return]
-    found = found._replace(softmax=shard.of_all(found.softmax), largest=found.largest + shard.start)
-    if found.likeliest is not None:
-        found = found._replace(likeliest=found.likeliest + shard.start)
-    return shard.gathered(found).merged(call)  # type: ignore[no-any-return]
+    return found._replace(label=labels.floats(at_largest).astype(number.dtype)).everywhere(call)
 
 
 class Entries(NamedTuple):
@@ -193,8 +187,18 @@ class Entries(NamedTuple):
     most: Any = None
     plain: Any = None  # sums without weights of classes, where there are any
 
+    def everywhere(self, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
+        """As `of_every_entry` returns them, from what this device knows of its own entries."""
+        shard, found = call.shard, self
+        if shard is None:
+            return jax.tree.map(lambda x: x[None], found).merged(call)  # type: ignore[no-any-return]
+        found = found._replace(softmax=shard.of_all(found.softmax), largest=found.largest + shard.start)
+        if found.likeliest is not None:
+            found = found._replace(likeliest=found.likeliest + shard.start)
+        return shard.gathered(found).merged(call)  # type: ignore[no-any-return]
+
     def merged(self, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
-        """As `of_every_entry` returns them, from those of all devices."""
+        """The same, from what all devices know."""
         parts, best = self.softmax, jnp.argmax(self.softmax.max, 0)[None]
 
         def of(x: Array, which: Array) -> Array:
