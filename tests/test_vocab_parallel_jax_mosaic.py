@@ -1,5 +1,6 @@
-"""Losses whose vocabulary is split over devices, on the 'mosaic_gpu' backend, compared with plain JAX and a whole one: a
-script like that of test_vocab_parallel_jax.py.  Stand-ins in plain JAX take the place of the kernels.
+"""Losses whose vocabulary is split over devices, on the 'mosaic_gpu' backend, compared with plain JAX and a whole one.
+
+A script like that of test_vocab_parallel_jax.py.  Stand-ins in plain JAX take the place of the kernels.
 """
 
 from contextlib import contextmanager
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import lowered
 import plain_rows
+from linear_jsd import jsd_mosaic
 from on_devices import adding_to, report_checks, run_checks
-from onchip.jax import TopK, cross_entropy, log_probs
+from onchip.jax import TopK, cross_entropy, jsd, linear_jsd, log_probs, sharded_linear_jsd
+from onchip.ops.linear_jsd import mosaic_walk
+from onchip.ops.linear_jsd.memory import JsdMosaicPlan
 from shared_jax import assert_same
 from test_vocab_parallel_jax import EVERY, mesh_of, total
 
@@ -73,12 +78,16 @@ def rows(op, entries, tokens, *, size="vocab_size", **options):
     def step(f):
         return jax.jit(jax.value_and_grad(f, has_aux=True, allow_int=True))(entries)
 
-    with kernels_of(plain_rows):
+    with kernels_of(jsd_mosaic if op is jsd else plain_rows):
         found = step(split)
     assert_same(found, step(whole), scale=4)
 
 
 EVERYTHING = {"label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 3.0, "return_stats": True, "reduction": "none"}
+
+
+def with_topk(logits, indices, values, **options):
+    return cross_entropy(logits, TopK(indices, values, "probs", "truncated"), **options)
 
 
 def of_labels(form, **options):
@@ -120,6 +129,117 @@ def log_probs_of_ids():
 @slow
 def log_probs_of_one_id():
     rows(log_probs, {"logits": draw(0, B, S, V)}, {"ids": labels("ids")}, softcap=3.0, **EVERY)
+
+
+# ------------------------------------------------------------------------------------------------------ linear_jsd, jsd
+
+
+@check
+def jsd_of_a_mixture():
+    entries = {"student_logits": draw(0, B, S, V), "teacher_logits": draw(1, B, S, V)}
+    tokens = {"target": labels("ids"), "token_weight": jnp.linspace(0, 2, B * S).reshape(B, S)}
+    options = {"hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "reduction": "none", "size": "vocab"}
+    rows(jsd, entries, tokens, beta=0.3, **options)
+
+
+@slow
+def jsd_at_the_ends():
+    entries = {"student_logits": draw(0, B, S, V), "teacher_logits": draw(1, B, S, V)}
+    for beta in (0.0, 1.0):
+        rows(jsd, entries, {}, beta=beta, teacher_grad=True, reduction="none", size="vocab")
+
+
+def heads():
+    """Both models' hidden states, weights and biases, in bfloat16."""
+    shapes = (B, S, 16), (V, 16), (V,), (B, S, 24), (V, 24), (V,)
+    return [x.astype(jnp.bfloat16) for x in (draw(i, *s) for i, s in enumerate(shapes))]
+
+
+def jsd_of_heads(way, layout="vh", **options):
+    """On a mesh, and along an axis, where JAX tracks what varies."""
+    names = "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias"
+    given = dict(zip(names, heads(), strict=True))
+    tokens = {"target": labels("ids"), "token_weight": jnp.linspace(0, 2, B * S).reshape(B, S)}
+    options = {"hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "reduction": "sum", **options}
+
+    def with_padding(given):
+        made = {}
+        for name, x in given.items():
+            x = x.T if name.endswith("weight") else x
+            x = x if name.endswith("hidden") else padded(x)
+            made[name] = x.T if name.endswith("weight") and layout == "vh" else x
+        return made
+
+    how = {"vocab": V, "weight_layout": layout, "backend": "mosaic_gpu", **options}
+
+    def on_mesh(given):
+        call = partial(sharded_linear_jsd, vocab_axis="model", token_axes="data", mesh=mesh_of(), **tokens, **how)
+        return call(**with_padding(given))
+
+    def along_axis(given):
+        def on_device(given, tokens):
+            return jax.lax.psum(linear_jsd(**given, **tokens, axis_name="model", **how), "data")
+
+        of_weight = P("model") if layout == "vh" else P(None, "model")
+        specs = {name: P("data") if name.endswith("hidden") else P("model") for name in given}
+        specs |= {name: of_weight for name in given if name.endswith("weight")}
+        call = jax.shard_map(on_device, mesh=mesh_of(), in_specs=(specs, P("data")), out_specs=P())
+        return call(with_padding(given), tokens)
+
+    wide = {name: x.astype(jnp.float32) for name, x in given.items()}
+    expected = jax.jit(jax.value_and_grad(lambda given: linear_jsd(**given, **tokens, **options)))(wide)
+    with kernels_of(jsd_mosaic), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(mosaic_walk, "plan", lambda *_: way)
+        for split in (on_mesh, along_axis):
+            found = jax.jit(jax.value_and_grad(split))(given)
+            for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                x = x.astype(jnp.float32)
+                assert jnp.linalg.norm(x - e) <= 8e-3 * jnp.linalg.norm(e)
+
+
+@check
+def linear_jsd_that_keeps_gradients():
+    jsd_of_heads(JsdMosaicPlan("kept", 4), beta=0.3)
+
+
+@check
+def linear_jsd_of_sums():
+    jsd_of_heads(JsdMosaicPlan("summed", 4), beta=0.0)
+
+
+@slow
+def linear_jsd_that_makes_logits_again():
+    jsd_of_heads(JsdMosaicPlan("again", 4, 128), "hv", beta=0.3)
+
+
+@slow
+def linear_jsd_at_the_ends():
+    for way in (JsdMosaicPlan("kept", 4), JsdMosaicPlan("again", 4, 128), JsdMosaicPlan("summed", 16)):
+        jsd_of_heads(way, beta=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------- the real kernels
+
+
+@slow
+def kernels_lower():
+    """For CUDA, inside of a `shard_map` that tracks what varies, with padding."""
+    z, y = jax.ShapeDtypeStruct((300, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((300,), jnp.int32)
+    h, w = jax.ShapeDtypeStruct((300, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2048, 128), jnp.bfloat16)
+    by_entry, by_row = P(None, "model"), P("model")
+    cases = [
+        (cross_entropy, "vocab_size", (z, y), (by_entry, P()), 1),
+        (log_probs, "vocab_size", (z, y), (by_entry, P()), 1),
+        (jsd, "vocab", (z, z), (by_entry, by_entry), 2),
+        (linear_jsd, "vocab", (h, w, h, w), (P(), by_row) * 2, 2),
+    ]
+    for op, size, given, specs, gathers in cases:
+        run = lambda *x, op=op, size=size: op(*x, axis_name="model", backend="mosaic_gpu", **{size: 2000}).sum()  # noqa: E731
+        step = jax.grad(jax.shard_map(run, mesh=mesh_of(), in_specs=specs, out_specs=P()))
+        with lowered.on_h100():
+            text = jax.jit(step).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") >= 2, op
+        assert text.count('"stablehlo.all_gather"') == gathers, op
 
 
 @pytest.mark.parametrize("which", ["checks", pytest.param("slow", marks=pytest.mark.slow)])

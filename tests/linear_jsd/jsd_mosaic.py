@@ -11,9 +11,15 @@ from onchip.ops.linear_jsd.divergence import nearly_equal
 from onchip.ops.linear_jsd.mosaic_kernels import LN2, LOG2E, JsdSoftmax, JsdTerms
 
 
-def softmax(logits, token, label, temperature):
+def floats(logits, end):
+    """-inf for padding."""
+    x = logits.astype(jnp.float32)
+    return x if end is None else jnp.where(jnp.arange(x.shape[1])[None] < end[0], x, -jnp.inf)
+
+
+def softmax(logits, token, label, temperature, *, end=None):
     """What isn't written is NaN."""
-    x, scale, others = logits.astype(jnp.float32), LOG2E / temperature, None
+    x, scale, others = floats(logits, end), LOG2E / temperature, None
     top = jnp.maximum(x.max(1), mosaic_kernels.LOWEST)
     below = x - top[:, None]
     log_sum = jnp.log2(jnp.exp2(below * scale).sum(1))
@@ -26,24 +32,25 @@ def _counted(token, *numbers):
     return [None if x is None else jnp.where(token < 0, jnp.nan, x) for x in numbers]
 
 
-def _both(student, teacher, softmaxes, options):
-    return [mosaic_kernels._log2_probs(x.astype(jnp.float32), s.maximum[:, None], s.log_sum[:, None],
+def _both(student, teacher, softmaxes, options, end):
+    return [mosaic_kernels._log2_probs(floats(x, end), s.maximum[:, None], s.log_sum[:, None],
                                        LOG2E / options.temperature)
             for x, s in zip((student, teacher), softmaxes, strict=True)]  # fmt: skip
 
 
-def terms(student, teacher, token, softmaxes, options, *, means=(True, True)):
+def terms(student, teacher, token, softmaxes, options, *, means=(True, True), end=None, summed=None):
     beta = options.beta
-    made = mosaic_kernels._terms(*_both(student, teacher, softmaxes, options), beta, nearly_equal(beta))
-    term, by_s, by_t, s, t = (x.sum(1) for x in made)
+    made = mosaic_kernels._terms(*_both(student, teacher, softmaxes, options, end), beta, nearly_equal(beta))
+    made = [x.sum(1) for x in made]
+    term, by_s, by_t, s, t = made if summed is None else summed(made)
     of_means = (jnp.where(term == jnp.inf, term, by / p) if want else None
                 for by, p, want in ((by_s, s, means[0]), (by_t, t, means[1])))  # fmt: skip
     return JsdTerms(*_counted(token, term * LN2, *of_means))
 
 
 def gradients(student, teacher, token, softmaxes, means, scales, hard, options, into=(None, None), first=None,
-              dtypes=None):  # fmt: skip
-    log_s, log_t = _both(student, teacher, softmaxes, options)
+              dtypes=None, *, end=None):  # fmt: skip
+    log_s, log_t = _both(student, teacher, softmaxes, options, end)
     both, made = ((log_s, log_t, options.beta), (log_t, log_s, 1 - options.beta)), []
     for k, (own, other, weight) in enumerate(both):
         if scales[k] is None:
@@ -52,7 +59,7 @@ def gradients(student, teacher, token, softmaxes, means, scales, hard, options, 
         mean = None if means[k] is None else means[k][:, None]
         g = mosaic_kernels._gradient(own, other, mean, weight) * scales[k][:, None]
         if k == 0 and hard is not None:
-            soft = hard.factor[:, None] * jnp.exp(student.astype(jnp.float32) - hard.shift[:, None])
+            soft = hard.factor[:, None] * jnp.exp(floats(student, end) - hard.shift[:, None])
             g += jnp.where(jnp.arange(g.shape[1])[None] == hard.label[:, None], hard.at_label[:, None], soft)
         g = jnp.where(token[:, None] < 0, 0, g)
         if into[k] is None:

@@ -60,15 +60,16 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    ("beta", "vocab", "dtypes", "hard"),
+    ("beta", "vocab", "dtypes", "hard", "end"),
     [
-        slow(0.5, 2600, ("bfloat16", "float32"), False),  # blocks of 1024, strips of 512, and a strip that overlaps
-        (0.3, 136, ("float32", "float32"), True),
-        slow(0.0, 1024, ("float16", "bfloat16"), False),
-        slow(1.0, 1024, ("bfloat16", "bfloat16"), True),
+        slow(0.5, 2600, ("bfloat16", "float32"), False, None),  # blocks of 2048, strips of 1024, one overlaps
+        (0.3, 136, ("float32", "float32"), True, None),
+        slow(0.0, 1024, ("float16", "bfloat16"), False, None),
+        slow(1.0, 1024, ("bfloat16", "bfloat16"), True, None),
+        slow(0.5, 2600, ("bfloat16", "float32"), True, 1500),  # a shard with padding, and a block of nothing else
     ],
 )
-def test_kernels_interpreted(beta, vocab, dtypes, hard):
+def test_kernels_interpreted(beta, vocab, dtypes, hard, end):
     """They compute what their stand-ins do, which the walks below are compared with the oracle by."""
     rng = np.random.default_rng(0)
     z, u = (jnp.asarray(rng.normal(size=(5, vocab)) * 3, dtype) for dtype in dtypes)
@@ -78,8 +79,10 @@ def test_kernels_interpreted(beta, vocab, dtypes, hard):
     options = JsdOptions(beta=beta, temperature=1.5, hard_weight=0.2 * hard)
     row = jnp.linspace(0.5, 1.5, 5)
     means = beta != 0, beta != 1
+    end = None if end is None else jnp.array([end])
 
     def run(softmax, terms, gradients, **how):
+        how["end"] = end
         both = softmax(z, token, label, 1.5, **how), softmax(u, token, None, 1.5, **how)
         found = terms(z, u, token, both, options, means=means, **how)
         of_hard = JsdHard(label, row, row, -row) if hard else None
@@ -107,10 +110,11 @@ def test_kernels_lower(vocab, dtypes):
     integer, number = (jax.ShapeDtypeStruct((300,), dtype) for dtype in ("int32", "float32"))
 
     def run(z, u, token, x):
-        of = mosaic_kernels
-        both = of.softmax(z, token, token, 1.0), of.softmax(u, token, None, 1.0)
-        found = of.terms(z, u, token, both, options)
-        return of.gradients(z, u, token, both, found[1:], (x, x), JsdHard(token, x, x, x), options, dtypes=dtypes)
+        of, how = mosaic_kernels, {"end": jnp.array([vocab // 2])} if vocab == 520 else {}
+        both = of.softmax(z, token, token, 1.0, **how), of.softmax(u, token, None, 1.0, **how)
+        found = of.terms(z, u, token, both, options, **how)
+        hard = JsdHard(token, x, x, x)
+        return of.gradients(z, u, token, both, found[1:], (x, x), hard, options, dtypes=dtypes, **how)
 
     text = jax.jit(run).trace(z, u, integer, number).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 4

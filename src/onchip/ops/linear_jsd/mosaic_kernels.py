@@ -54,8 +54,9 @@ _WORD = 16  # bytes that a thread moves at a time, at most
 class _Rows:
     """How rows of `vocab` entries are read: in strips, of which a row's last may overlap with the one before."""
 
-    def __init__(self, kernel: str, logits: Sequence[Array], interpret: Any) -> None:
+    def __init__(self, kernel: str, logits: Sequence[Array], end: Array | None, interpret: Any) -> None:
         (self.count, vocab), self.kernel, self.interpret = logits[0].shape, kernel, interpret
+        self.end = end  # [1] int32: entries from this one on are padding, and read as -inf
         sizes = [x.dtype.itemsize for x in logits]
         self.vocab, tuning, unit = vocab, TUNING[kernel, max(sizes)], _WORD // min(sizes)
         while vocab % unit or vocab < THREADS * unit:
@@ -77,10 +78,11 @@ class _Rows:
             def item(n: Any, _: None) -> None:
                 number = program + n * self.programs
                 i = lax.div(number, jnp.int32(self.blocks))
-                do(refs, _Block(self, i, number - i * self.blocks))
+                do(refs, _Block(self, i, number - i * self.blocks, refs.get("end")))
 
             lax.fori_loop(0, ceil_div(self.count * self.blocks - program, self.programs), item, None)
 
+        inputs = {**inputs, "end": self.end}
         grid, name = {"program": self.programs}, f"jsd_{self.kernel}"
         return launch(body, inputs, outputs, (), grid=grid, warpgroups=None, name=name, interpret=self.interpret)
 
@@ -92,8 +94,8 @@ class _Rows:
 class _Block:
     """A block of a row."""
 
-    def __init__(self, of: _Rows, row: Any, number: Any) -> None:
-        self.of, self.strips, self.row, self.number = of, of.strips, row, number
+    def __init__(self, of: _Rows, row: Any, number: Any, end: Any) -> None:
+        self.of, self.strips, self.row, self.number, self.end = of, of.strips, row, number, end
 
     def store(self, ref: Any, row: Any, column: Any, value: Any) -> None:
         self.strips.store(ref.at[row, pl.ds(column, self.strips.size)], value.astype(ref.dtype))
@@ -121,9 +123,14 @@ class _Block:
                 [strips.load(ref.at[self.row, pl.ds(column + k * size, size)]) for k in range(count)] for ref in sources
             ]
 
+        def of_entries(column: Any, raw: Any) -> Any:
+            x = strips.floats(raw)
+            return x if self.end is None else jnp.where(strips.places() < self.end[0] - column, x, -jnp.inf)
+
         def taken(column: Any, raw: list[list[Any]], new: Any, carry: Any) -> Any:
             columns = [column + k * size for k in range(of.ahead if new is None else 1)]
-            return step(columns, [[strips.floats(x) for x in each] for each in raw], new, carry)
+            rows = [[of_entries(at, x) for at, x in zip(columns, each, strict=True)] for each in raw]
+            return step(columns, rows, new, carry)
 
         def several(n: Any, carry: Any) -> Any:
             column = first + n * together
@@ -158,6 +165,13 @@ class JsdSoftmax(NamedTuple):
     log_sum: Any
     others: Any = None  # with labels: the sum of exp(z - maximum), at temperature 1, but the label's
 
+    def merged(self, temperature: float) -> "JsdSoftmax":
+        """That of all parts of the vocabulary, from those of each, [n, T]."""
+        top = jnp.max(self.maximum, 0)
+        drop = self.maximum - top[None]
+        log_sum = jnp.log2(jnp.sum(jnp.exp2(self.log_sum + drop * (LOG2E / temperature)), 0))
+        return JsdSoftmax(top, log_sum, None if self.others is None else jnp.sum(self.others * jnp.exp(drop), 0))
+
 
 class JsdTerms(NamedTuple):
     """Of each row, [T] float32."""
@@ -170,7 +184,7 @@ class JsdTerms(NamedTuple):
 class JsdHard(NamedTuple):
     """What the gradient by the cross-entropy with hard labels is made of, [T] float32."""
 
-    label: Any  # int32
+    label: Any  # int32, as of `softmax`
     shift: Any  # the logarithm of the sum of exponentials of the student's logits at temperature 1
     factor: Any  # of p
     at_label: Any
@@ -179,12 +193,13 @@ class JsdHard(NamedTuple):
 def softmax(
     logits: Array,  # [T, V], of any float dtype but float64
     token: Array,  # [T] int32: negative for a row that doesn't count, of which nothing is read or written
-    label: Array | None,  # [T] int32, in [0, V)
+    label: Array | None,  # [T] int32: in [0, V), or negative for an entry that isn't here
     temperature: float,
     *,
+    end: Array | None = None,  # [1] int32: entries from this one on are padding
     interpret: Any = None,
 ) -> JsdSoftmax:
-    of, scale = _Rows("softmax", (logits,), interpret), LOG2E / temperature
+    of, scale = _Rows("softmax", (logits,), end, interpret), LOG2E / temperature
 
     def block(refs: Refs, b: _Block) -> None:
         y = None if label is None else refs["label"][b.row]
@@ -233,9 +248,11 @@ def terms(
     options: JsdOptions,
     *,
     means: tuple[bool, bool] = (True, True),  # of which models
+    end: Array | None = None,  # as of `softmax`
+    summed: Callable[[Any], Any] | None = None,  # adds up rows' sums over the devices of a split vocabulary
     interpret: Any = None,
 ) -> JsdTerms:
-    of, beta = _Rows("terms", (student, teacher), interpret), options.beta
+    of, beta = _Rows("terms", (student, teacher), end, interpret), options.beta
     scale, near = LOG2E / options.temperature, nearly_equal(beta)
     names = ["losses", *(("by_s", "s") if means[0] else ()), *(("by_t", "t") if means[1] else ())]
 
@@ -255,7 +272,9 @@ def terms(
         b.put(refs, **{name: jnp.sum(x) for name, x in zip(names, sums, strict=True)})
 
     inputs = {"student": student, "teacher": teacher, "token": token, **_named(softmaxes)}
-    made = {name: jnp.sum(x, 1) for name, x in of.launch(inputs, of.sums(*names), _of_counted(block)).items()}
+    made = of.launch(inputs, of.sums(*names), _of_counted(block))
+    made = {name: jnp.sum(x, 1) for name, x in made.items()}
+    made = made if summed is None else summed(made)
     value = made["losses"] * LN2
 
     def mean(by: str, p: str) -> Array | None:
@@ -278,10 +297,11 @@ def gradients(
     first: Array | None = None,  # [1] int32
     dtypes: tuple[Any, Any] = (jnp.float32, jnp.float32),  # of those that have no reference
     *,
+    end: Array | None = None,  # as of `softmax`
     interpret: Any = None,
 ) -> tuple[Array | None, Array | None]:
-    """The gradients by both models' logits that have no reference; rows that don't count are 0."""
-    of, beta, scale = _Rows("gradients", (student, teacher), interpret), options.beta, LOG2E / options.temperature
+    """The gradients by both models' logits that have no reference; rows that don't count are 0, and so is padding."""
+    of, beta, scale = _Rows("gradients", (student, teacher), end, interpret), options.beta, LOG2E / options.temperature
     wanted = [k for k in (0, 1) if scales[k] is not None]
     vectors = {**_named(softmaxes), "student_mean": means[0], "teacher_mean": means[1]}
     vectors |= {"student_scale": scales[0], "teacher_scale": scales[1], **({} if hard is None else hard._asdict())}

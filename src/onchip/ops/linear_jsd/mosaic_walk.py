@@ -47,8 +47,6 @@ Array = jax.Array
 
 def refusal(static: JsdStatic, models: Any, constants: JsdConstants) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    if static.shard is not None:
-        return "it doesn't take a split vocabulary; pass backend='xla'"
     grads = True, static.options.teacher_grad
     needs = [jax.tree.map(lambda _, grad=grad: grad, x) for x, grad in zip(models, grads, strict=True)]
     p = problem_of(static, needs, False, models, constants)
@@ -63,6 +61,8 @@ def plan(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) ->
 
 def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     """The loss, and what backward needs."""
+    if static.shard is not None:
+        static.shard.refuse_untracked(static.options.op, needs)
     run = partial(_of_heads if _has_heads(models) else _of_logits, static, needs)
     return jax.custom_batching.sequential_vmap(run)(models, constants)  # type: ignore[no-any-return]
 
@@ -76,9 +76,13 @@ def _backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> An
         return _gradients_of_logits(static, needs, saved, grad_loss)
     arrays, of = saved.arrays, saved.plan
     if of.way == "summed":
-        return jax.tree.map(lambda g: g * grad_loss, arrays)
-    gradients = _gradients_of_kept if of.way == "kept" else _gradients_again
-    return gradients(static, needs, of, arrays, grad_loss)
+        made = jax.tree.map(lambda g: g * grad_loss, arrays)
+    else:
+        gradients = _gradients_of_kept if of.way == "kept" else _gradients_again
+        made = gradients(static, needs, of, arrays, grad_loss)
+    if static.shard is None:
+        return made
+    return tuple(x and replace(x, hidden=static.shard.summed(x.hidden)) for x in made)
 
 
 def _has_heads(models: Any) -> bool:
@@ -104,19 +108,28 @@ def _wants(needs: Any) -> tuple[bool, bool]:
 
 
 def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tuple[bool, bool]) -> _FoundRows:
-    """Of both models' rows whose `token` isn't negative."""
+    """Of both models' rows whose `token` isn't negative.  If the vocabulary is split, all devices find the same."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels  # Pallas takes a second to import
 
-    options, (z, u) = static.options, logits
+    options, (z, u), shard = static.options, logits, static.shard
     tau, is_hard = options.temperature, options.hard_weight > 0
-    student = kernels.softmax(z, token, label if is_hard else None, tau)
-    softmaxes = student._replace(others=None), kernels.softmax(u, token, None, tau)
+    y, end = (label, None) if shard is None else (shard.local_ids(label), _end(shard))
+    student = kernels.softmax(z, token, y if is_hard else None, tau, end=end)
+    teacher, own = kernels.softmax(u, token, None, tau, end=end), None
+    if is_hard:
+        own = jnp.take_along_axis(z, y[:, None], 1, mode="clip")[:, 0].astype(jnp.float32)
+    if shard is not None:
+        own = None if own is None else jnp.where(y < 0, 0, own)
+        *parts, own = shard.gathered((student, teacher, own))
+        student, teacher = (x.merged(tau) for x in parts)
+        own = None if own is None else jnp.sum(own, 0)
+    softmaxes = student._replace(others=None), teacher
     # At the ends of beta one of the gradients is a plain difference.
     means = wants[0] and options.beta != 0, wants[1] and options.beta != 1
-    made = kernels.terms(z, u, token, softmaxes, options, means=means)
+    summed = None if shard is None else partial(_over_devices, shard)
+    made = kernels.terms(z, u, token, softmaxes, options, means=means, end=end, summed=summed)
     value, hard = options.soft_factor * made.value, None
     if is_hard:
-        own = jnp.take_along_axis(z, label[:, None], 1, mode="clip")[:, 0].astype(jnp.float32)
         top = jnp.maximum(student.maximum, own)
         rest = student.others * jnp.exp(student.maximum - top)
         # log1p where the label leads: there the loss is small, and 1 + others would round it away.
@@ -128,21 +141,40 @@ def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tu
     return _FoundRows(jnp.where(token < 0, 0, value), softmaxes, made[1:], hard)
 
 
+def _end(shard: Any, start: Any = 0) -> Array | None:
+    """[1]: how many of a device's entries from `start` on count; None if no device has padding."""
+    return None if shard.end is None else (shard.end - start).reshape(1)
+
+
+def _over_devices(shard: Any, sums: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.sum(x, 0), shard.gathered(sums))
+
+
 def _gradients(
-    static: JsdStatic, logits: Any, token: Array, found: _FoundRows, scale: Array, wants: tuple[bool, bool], **into: Any
+    static: JsdStatic,
+    logits: Any,
+    token: Array,
+    found: _FoundRows,
+    scale: Array,
+    wants: tuple[bool, bool],
+    start: Any = 0,
+    **into: Any,
 ) -> Any:
-    """Those by logits, of rows with these factors [C]; `into` as of the kernel."""
+    """Those by logits, of rows with these factors [C], whose first entry is the device's entry `start`; `into` as of
+    the kernel."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels
 
-    options, hard, (z, u) = static.options, found.hard, logits
+    options, hard, (z, u), shard = static.options, found.hard, logits, static.shard
     soft = options.soft_factor / options.temperature
     both = (soft, soft) if options.beta in (0, 1) else (soft * (1 - options.beta), soft * options.beta)
     # What isn't a plain difference is to base 2.
     both = both[0] * (1 if options.beta == 0 else LN2), both[1] * (1 if options.beta == 1 else LN2)
     scales = both[0] * scale if wants[0] else None, both[1] * scale if wants[1] else None
     if hard is not None:
-        hard = hard._replace(factor=hard.factor * scale, at_label=hard.at_label * scale)
-    return kernels.gradients(z, u, token, found.softmaxes, found.means, scales, hard, options, **into)
+        label = (hard.label if shard is None else shard.local_ids(hard.label)) - start
+        hard = kernels.JsdHard(label, hard.shift, hard.factor * scale, hard.at_label * scale)
+    end = None if shard is None else _end(shard, start)
+    return kernels.gradients(z, u, token, found.softmaxes, found.means, scales, hard, options, end=end, **into)
 
 
 # ----------------------------------------------------------------------------------------------------- existing logits
@@ -226,12 +258,15 @@ def _walk(
                     for source, g, by_z, x in zip(sources, sums, made, hidden, strict=True)]  # fmt: skip
         return notes, kept, sums
 
-    z = [jax.ShapeDtypeStruct((rows, static.size), jnp.float32 if isinstance(x, XlaProjection) else x.dtype)
-         for x in sources]  # fmt: skip
-    known = jax.eval_shape(lambda z: noted(_found(static, z, number, label, wants)), z)
-    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), known), kept, sums
-    carry = vary_alike(carry, (models, constants))
-    notes, kept, sums = over_tokens(tokens, chunk, body, carry)
+    def known() -> Any:
+        z = [jnp.zeros((rows, static.size), jnp.float32 if isinstance(x, XlaProjection) else x.dtype) for x in sources]
+        return noted(_found(static, vary_alike(z, models), number, label, wants))
+
+    notes = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(known))
+    # What is found is the same on all devices of a split vocabulary.
+    axis = None if static.shard is None else static.shard.axis
+    carry = vary_alike(notes, (models, constants), axis), *vary_alike((kept, sums), (models, constants))
+    notes, kept, sums = over_tokens(tokens, chunk, body, carry, axis)
     values = notes.value if of.way == "again" else notes
     loss = reduction.reduced(values, tokens, per_token=static.options.reduction == "none")
     if of.way == "kept":
@@ -303,8 +338,7 @@ def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: An
                  for x in sources]  # fmt: skip
         z = [part.logits(rows) if isinstance(part, XlaProjection) else part.floats(part.rows(tokens, 0, len(number)))
              for part, rows in zip(parts, hidden, strict=True)]  # fmt: skip
-        hard = found.hard if found.hard is None else found.hard._replace(label=found.hard.label - start)
-        by_z = _gradients(static, z, number, found._replace(hard=hard), scale, wants, dtypes=_DTYPES)
+        by_z = _gradients(static, z, number, found, scale, wants, start, dtypes=_DTYPES)
         return [x if g is None else _with_columns(x, part, rows, g, start)
                 for x, part, rows, g in zip(made, parts, hidden, by_z, strict=True)]  # fmt: skip
 

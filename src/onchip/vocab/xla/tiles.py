@@ -97,9 +97,11 @@ def write_rows(rows: Any, part: Any, start: Array | int) -> Any:
     return jax.tree.map(lambda x, new: write(x, new, start), rows, part)
 
 
-def over_tokens(tokens: CountedTokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`carry = step(start, carry)` for each chunk that has a token which counts."""
-    carry = vary_alike(carry, tokens.number)
+def over_tokens(
+    tokens: CountedTokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any, but: str | None = None
+) -> Any:
+    """`carry = step(start, carry)` for each chunk that has a token which counts; `but` as in `vary_alike`."""
+    carry = vary_alike(carry, tokens.number, but)
     return lax.fori_loop(0, (tokens.number + chunk - 1) // chunk, lambda i, carry: step(i * chunk, carry), carry)
 
 
