@@ -13,12 +13,26 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import lowered
+import plain_kernels
 import plain_rows
 from linear_jsd import jsd_mosaic
 from on_devices import adding_to, report_checks, run_checks
-from onchip.jax import TopK, cross_entropy, jsd, linear_jsd, log_probs, sharded_linear_jsd
+from onchip.jax import (
+    TopK,
+    cross_entropy,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_probs,
+    log_probs,
+    sharded_linear_cross_entropy,
+    sharded_linear_jsd,
+    sharded_linear_log_probs,
+)
 from onchip.ops.linear_jsd import mosaic_walk
 from onchip.ops.linear_jsd.memory import JsdMosaicPlan
+from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.mosaic.memory import MosaicPlan
 from shared_jax import assert_same
 from test_vocab_parallel_jax import EVERY, mesh_of, total
 
@@ -96,9 +110,7 @@ def of_labels(form, **options):
         entries["target"], tokens = tokens, {}
     elif form == "topk":
         tokens = {"indices": tokens.indices, "values": tokens.values}
-        op = lambda logits, indices, values, **o: cross_entropy(
-            logits, TopK(indices, values, "probs", "truncated"), **o
-        )  # noqa: E731
+        op = with_topk
     else:
         tokens = {"target": tokens}
     tokens["temperature"] = jnp.linspace(0.5, 2, B * S).reshape(B, S)
@@ -129,6 +141,90 @@ def log_probs_of_ids():
 @slow
 def log_probs_of_one_id():
     rows(log_probs, {"logits": draw(0, B, S, V)}, {"ids": labels("ids")}, softcap=3.0, **EVERY)
+
+
+# --------------------------------------------------------------------------------------------------------------- heads
+
+
+def of_head(op, sharded, labels, plan=None, vocab=2160, layout="vh", **options):
+    """On a mesh, and along an axis, where JAX tracks what varies."""
+    h, w = draw(0, B, S * 16, 128).astype(jnp.bfloat16), (draw(1, 2176, 128) / 4).astype(jnp.bfloat16)
+    how = {"vocab_size": vocab, "weight_layout": layout, "backend": "mosaic_gpu", **options}
+    of_weight = P("model") if layout == "vh" else P(None, "model")
+
+    def on_mesh(h, w):
+        made = sharded(h, w, labels, vocab_axis="model", token_axes="data", mesh=mesh_of(), **how)
+        return total(made)
+
+    def along_axis(h, w):
+        def on_device(h, w, labels):
+            return op(h, w, labels, axis_name="model", **how)
+
+        specs = P("data"), of_weight, P("data")
+        return total(jax.shard_map(on_device, mesh=mesh_of(), in_specs=specs, out_specs=P("data"))(h, w, labels))
+
+    def step(f):
+        return jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))
+
+    def whole(h, w):
+        return total(op(h, w[:vocab], labels, **options))
+
+    expected = step(whole)(*(x.astype(jnp.float32) for x in (h, w)))
+    with kernels_of(plain_kernels), pytest.MonkeyPatch.context() as monkeypatch:
+        if plan is not None:
+            monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+        for split in (on_mesh, along_axis):
+            turned = (lambda h, w, split=split: split(h, w.T)) if layout == "hv" else split
+            found = step(turned)(h, w)
+            for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                if jnp.issubdtype(e.dtype, jnp.integer):
+                    assert (x == e).all()
+                    continue
+                assert jnp.linalg.norm(x.astype(jnp.float32) - e) <= 8e-3 * jnp.linalg.norm(e)
+
+
+of_ids = partial(of_head, linear_log_probs, sharded_linear_log_probs)
+of_loss = partial(of_head, linear_cross_entropy, sharded_linear_cross_entropy)
+
+
+def ids_of_head(*more):
+    return jnp.asarray(np.random.default_rng(5).integers(2160, size=(B, S * 16, *more)), jnp.int32)
+
+
+@check
+def linear_log_probs_of_one_id():
+    of_ids(ids_of_head().at[0, :90].set(-100), **EVERY)
+
+
+@check
+def linear_log_probs_of_k_ids():
+    of_ids(ids_of_head(3).at[0, :90, 1].set(-100), vocab=2176, softcap=5.0)
+
+
+@slow
+def linear_log_probs_by_their_plans():
+    kept = MosaicPlan("stash", 192, kept_in_gradient=128, chunk=256, kept_in_scratch=128)
+    of_ids(ids_of_head(), kept, entropy=True)
+    of_ids(ids_of_head(), kept, layout="hv")
+    of_ids(ids_of_head(2), layout="hv", entropy=True)
+
+
+@check
+def linear_cross_entropy_along_an_axis():
+    kept = MosaicPlan("stash", 192, kept_in_gradient=128, chunk=256, kept_in_scratch=128)
+    of_loss(ids_of_head().at[0, :90].set(-100), kept, reduction="none", z_loss=1e-3)
+
+
+def of_topk(op):
+    return lambda h, w, given, **options: op(h, w, TopK(*given, "probs", "truncated"), **options)
+
+
+@slow
+def linear_cross_entropy_of_k_ids():
+    given = ids_of_head(4), jnp.abs(draw(6, B, S * 16, 4)) / 4
+    of_head(
+        of_topk(linear_cross_entropy), of_topk(sharded_linear_cross_entropy), given, reduction="none", return_stats=True
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ linear_jsd, jsd
@@ -232,6 +328,8 @@ def kernels_lower():
         (log_probs, "vocab_size", (z, y), (by_entry, P()), 1),
         (jsd, "vocab", (z, z), (by_entry, by_entry), 2),
         (linear_jsd, "vocab", (h, w, h, w), (P(), by_row) * 2, 2),
+        (linear_cross_entropy, "vocab_size", (h, w, y), (P(), by_row, P()), 1),
+        (linear_log_probs, "vocab_size", (h, w, y), (P(), by_row, P()), 1),
     ]
     for op, size, given, specs, gathers in cases:
         run = lambda *x, op=op, size=size: op(*x, axis_name="model", backend="mosaic_gpu", **{size: 2000}).sum()  # noqa: E731

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import jax
 
-from onchip.frontend.jax_call import is_tracked
 from onchip.frontend.jax_types import WeightLayout
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.memory import Problem
@@ -58,13 +57,8 @@ def refusals(
     split: dict[str, str] = {}
     if strategy == "stash":
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-    if problem.ids or problem.labels:
-        split["mosaic_gpu"] = "of a split vocabulary it takes targets that are ids alone; pass backend='xla'"
-    elif is_tracked(shard.axis):
-        split["mosaic_gpu"] = (
-            "it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call "
-            f"sharded_{problem.op} outside of it, or pass backend='xla'"
-        )
+    if problem.labels:
+        split["mosaic_gpu"] = "of a split vocabulary it takes no labels for every entry; pass backend='xla'"
     elif shard.padded and (problem.softcap or problem.smoothing):
         split["mosaic_gpu"] = (
             "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass "

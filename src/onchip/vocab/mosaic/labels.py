@@ -78,7 +78,7 @@ def _logits(at: Positions, rows: Array, part: slice) -> Array:
     def of_one(_: None, ids: Array) -> tuple[None, Array]:
         return None, at.target_logit(rows, part, jnp.maximum(ids, -1))
 
-    made: Array = lax.scan(of_one, None, at.call.ids[part].T, unroll=True)[1]
+    made: Array = lax.scan(of_one, None, at.ids[part].T, unroll=True)[1]
     return made.T
 
 
@@ -96,7 +96,7 @@ def _of_ids(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> XlaTokenStats:
     for rows, part in at.in_parts(plan, made):
         logits = _logits(at, rows, part)
         best = jnp.argmax(logits, 1)[:, None]
-        label = jnp.maximum(jnp.take_along_axis(call.ids[part], best, 1)[:, 0], -1)
+        label = jnp.maximum(jnp.take_along_axis(at.ids[part], best, 1)[:, 0], -1)
         partials = launch(at.operands(rows, part)._replace(label=label))
         made.append(at.stats(partials, jnp.max(logits, 1), part, label, logits))
     return at.joined(made)
@@ -106,7 +106,7 @@ def _with_ids(at: Positions, stats: XlaTokenStats, above: Upstream, entries: Arr
     """With these entries [P, K] at the ids."""
     from onchip.vocab.mosaic import kernels
 
-    ids, major, config = at.call.ids, at.layer.vocab_axis == 0, tiles_of(at.call)["gradient_tiles"]
+    ids, major, config = at.ids, at.layer.vocab_axis == 0, tiles_of(at.call)["gradient_tiles"]
     if at.inner is not None:
         x = (stats.log_prob + stats.lse[:, None]) / at.factor[:, None]
         entries = jnp.where(entries == 0, 0, entries * (1 - x * x))

@@ -479,10 +479,10 @@ def _walk(
             grad_hidden = gradient_of_first(at, above, sums, targets=False)
         else:
             grad_hidden = gradient_with_last(grad_hidden, at, above, sums)
-    if grad_hidden is not None and saved.call.shard is not None:
-        grad_hidden = saved.call.shard.summed(grad_hidden)
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
+    if saved.call.shard is not None:
+        grad_hidden = saved.call.shard.summed(grad_hidden)
     return XlaProjection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 

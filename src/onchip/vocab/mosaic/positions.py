@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.mosaic.bits import join
 from onchip.vocab.mosaic.head import VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import LossCall
@@ -98,6 +99,7 @@ class Positions(NamedTuple):
     """
 
     call: LossCall
+    ids: Array  # [P, K] int32: the call's, as this device's entries are numbered; negative where there is none
     there: Array  # [P] bool: not beyond the last token
     number: Array  # [1] int32: how many there are, but `least` at least
     label: Array  # [P] int32, -1 where there is none
@@ -116,7 +118,9 @@ class Positions(NamedTuple):
             ids = call.shard.local_ids(ids)
             if call.shard.end is not None:
                 bias = jnp.zeros(call.source.vocab, jnp.float32) if bias is None else bias
-                bias = jnp.where(jnp.arange(call.source.vocab) < call.shard.end, bias, -jnp.inf)
+                counts = jnp.arange(call.source.vocab) < call.shard.end
+                bias = jnp.where(counts, bias, -jnp.inf)
+                each = counts if call.terms is None else each  # the mean of logits is that of entries that count
         bias, each = (
             None if x is None else jnp.pad(x.astype(jnp.float32), (0, -call.source.vocab % VOCAB_TILE))
             for x in (bias, each)
@@ -127,8 +131,9 @@ class Positions(NamedTuple):
             inner, factor = (factor / transform.softcap).reshape(1), transform.softcap
         if transform.temperature is not None:
             factor = factor / transform.temperature
-        return Positions(
+        made = Positions(
             call=call,
+            ids=ids,
             there=there,
             number=jnp.maximum(call.tokens.number, least).reshape(1),
             label=jnp.maximum(ids[:, 0], -1),
@@ -137,6 +142,10 @@ class Positions(NamedTuple):
             inner=inner,
             class_weight=each,
         )
+        if call.shard is None:
+            return made
+        source, *fields = vary_alike((call.source, *made[1:]))
+        return Positions(call._replace(source=source), *fields)
 
     @property
     def layer(self) -> XlaProjection:
@@ -235,7 +244,9 @@ class Positions(NamedTuple):
         if partials.argmax is not None:
             maximum = jnp.where(partials.argmax == label[None], target[None], maximum)
         top = jnp.max(maximum, 0)
-        top = jnp.where(target > top - 1, target, top)
+        # Not where devices compare their largest to find that of all.
+        if self.call.shard is None or partials.argmax is None:
+            top = jnp.where(target > top - 1, target, top)
         picked = target[:, None] if picked is None else picked
         drop = maximum - top[None]
         decay = jnp.exp(drop)
@@ -272,7 +283,7 @@ class Positions(NamedTuple):
             more |= {"squares": whole, "squares_below": jnp.where(leads, squares, whole - 1)}
         if self.call.shard is not None:
             # Another's label isn't in the sum of the others: there the largest is.
-            below, picked = jnp.where(leads, others, total - 1), jnp.where(label >= 0, target, 0)[:, None]
+            below, picked = jnp.where(leads, others, total - 1), jnp.where(self.ids[part] >= 0, picked, 0)
             return Softmax(top, total, below, picked, offset_sum, moment, argmax, **more)
         softmax = Softmax(top, total, others, picked, offset_sum, moment, argmax, **more)
         return softmax.complete(self.call.ids[part], vocab, log_total)
