@@ -75,7 +75,7 @@ def padded(x):
 # --------------------------------------------------------------------------------------------------- logits that exist
 
 
-def rows(op, entries, tokens, *, size="vocab_size", **options):
+def rows(op, entries, tokens, *, size="vocab_size", stand_ins=plain_rows, **options):
     """The loss, with arrays by entry and by token, is that of a whole vocabulary."""
     spec = P("data", None, "model")
 
@@ -92,7 +92,7 @@ def rows(op, entries, tokens, *, size="vocab_size", **options):
     def step(f):
         return jax.jit(jax.value_and_grad(f, has_aux=True, allow_int=True))(entries)
 
-    with kernels_of(jsd_mosaic if op is jsd else plain_rows):
+    with kernels_of(stand_ins):
         found = step(split)
     assert_same(found, step(whole), scale=4)
 
@@ -235,14 +235,14 @@ def jsd_of_a_mixture():
     entries = {"student_logits": draw(0, B, S, V), "teacher_logits": draw(1, B, S, V)}
     tokens = {"target": labels("ids"), "token_weight": jnp.linspace(0, 2, B * S).reshape(B, S)}
     options = {"hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "reduction": "none", "size": "vocab"}
-    rows(jsd, entries, tokens, beta=0.3, **options)
+    rows(jsd, entries, tokens, beta=0.3, stand_ins=jsd_mosaic, **options)
 
 
 @slow
 def jsd_at_the_ends():
     entries = {"student_logits": draw(0, B, S, V), "teacher_logits": draw(1, B, S, V)}
     for beta in (0.0, 1.0):
-        rows(jsd, entries, {}, beta=beta, teacher_grad=True, reduction="none", size="vocab")
+        rows(jsd, entries, {}, beta=beta, teacher_grad=True, reduction="none", size="vocab", stand_ins=jsd_mosaic)
 
 
 def heads():
@@ -251,12 +251,23 @@ def heads():
     return [x.astype(jnp.bfloat16) for x in (draw(i, *s) for i, s in enumerate(shapes))]
 
 
-def jsd_of_heads(way, layout="vh", **options):
+def topk_teacher(rest):
+    """Distinct ids, of which both devices have some; several of a token are labels."""
+    ids = np.argsort(np.random.default_rng(7).random((B, S, V)), -1)[..., :6].astype(np.int32)
+    ids[0, :, 0] = labels("ids")[0].clip(0)
+    ids[1, 0] = np.arange(6)  # of one device alone
+    return TopK(jnp.asarray(ids), -2 - jnp.abs(draw(8, B, S, 6)), "log_probs", rest)
+
+
+def jsd_of_heads(way, layout="vh", rest=None, **options):
     """On a mesh, and along an axis, where JAX tracks what varies."""
     names = "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias"
     given = dict(zip(names, heads(), strict=True))
     tokens = {"target": labels("ids"), "token_weight": jnp.linspace(0, 2, B * S).reshape(B, S)}
-    options = {"hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "reduction": "sum", **options}
+    options = {"hard_weight": 0.3, "temperature": 2.0, "teacher_grad": rest is None, "reduction": "sum", **options}
+    if rest is not None:
+        given = {name: x for name, x in given.items() if name.startswith("student")}
+        tokens["topk"] = topk_teacher(rest)[:2]
 
     def with_padding(given):
         made = {}
@@ -268,22 +279,25 @@ def jsd_of_heads(way, layout="vh", **options):
 
     how = {"vocab": V, "weight_layout": layout, "backend": "mosaic_gpu", **options}
 
+    def call(op, topk=None, **given):
+        return op(**given, teacher_topk=None if topk is None else TopK(*topk, "log_probs", rest))
+
     def on_mesh(given):
-        call = partial(sharded_linear_jsd, vocab_axis="model", token_axes="data", mesh=mesh_of(), **tokens, **how)
-        return call(**with_padding(given))
+        of_mesh = {"vocab_axis": "model", "token_axes": "data", "mesh": mesh_of()}
+        return call(sharded_linear_jsd, **with_padding(given), **tokens, **of_mesh, **how)
 
     def along_axis(given):
         def on_device(given, tokens):
-            return jax.lax.psum(linear_jsd(**given, **tokens, axis_name="model", **how), "data")
+            return jax.lax.psum(call(linear_jsd, **given, **tokens, axis_name="model", **how), "data")
 
         of_weight = P("model") if layout == "vh" else P(None, "model")
         specs = {name: P("data") if name.endswith("hidden") else P("model") for name in given}
         specs |= {name: of_weight for name in given if name.endswith("weight")}
-        call = jax.shard_map(on_device, mesh=mesh_of(), in_specs=(specs, P("data")), out_specs=P())
-        return call(with_padding(given), tokens)
+        run = jax.shard_map(on_device, mesh=mesh_of(), in_specs=(specs, P("data")), out_specs=P())
+        return run(with_padding(given), tokens)
 
     wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-    expected = jax.jit(jax.value_and_grad(lambda given: linear_jsd(**given, **tokens, **options)))(wide)
+    expected = jax.jit(jax.value_and_grad(lambda given: call(linear_jsd, **given, **tokens, **options)))(wide)
     with kernels_of(jsd_mosaic), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(mosaic_walk, "plan", lambda *_: way)
         for split in (on_mesh, along_axis):
@@ -301,6 +315,32 @@ def linear_jsd_that_keeps_gradients():
 @check
 def linear_jsd_of_sums():
     jsd_of_heads(JsdMosaicPlan("summed", 4), beta=0.0)
+
+
+@check
+def linear_jsd_of_a_tail():
+    jsd_of_heads(JsdMosaicPlan("kept", 4), rest="tail", beta=0.3)
+
+
+@slow
+def linear_jsd_of_other_topk_teachers():
+    jsd_of_heads(JsdMosaicPlan("again", 4, 128), "hv", "tail", beta=0.0)
+    jsd_of_heads(JsdMosaicPlan("summed", 4), rest="truncated", beta=1.0)
+    jsd_of_heads(JsdMosaicPlan("kept", 4), rest="renormalised", beta=0.3)
+
+
+def with_topk_teacher(student_logits, indices, values, rest, **options):
+    return jsd(student_logits, teacher_topk=TopK(indices, values, "log_probs", rest), **options)
+
+
+@slow
+def jsd_of_topk_teachers():
+    for rest in ("tail", "truncated", "renormalised"):
+        ids, values, *_ = topk_teacher(rest)
+        tokens = {"indices": ids, "values": values, "target": labels("ids")}
+        options = {"beta": 0.3, "hard_weight": 0.3, "reduction": "none", "size": "vocab"}
+        op = partial(with_topk_teacher, rest=rest)
+        rows(op, {"student_logits": draw(0, B, S, V, scale=2.0)}, tokens, stand_ins=jsd_mosaic, **options)
 
 
 @slow

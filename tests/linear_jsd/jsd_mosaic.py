@@ -17,9 +17,11 @@ def floats(logits, end):
     return x if end is None else jnp.where(jnp.arange(x.shape[1])[None] < end[0], x, -jnp.inf)
 
 
-def softmax(logits, token, label, temperature, *, end=None):
+def softmax(logits, token, label, temperature, *, end=None, ids=None):
     """What isn't written is NaN."""
     x, scale, others = floats(logits, end), LOG2E / temperature, None
+    if ids is not None:
+        x = x.at[jnp.arange(len(x))[:, None], jnp.where(ids < 0, x.shape[1], ids)].set(-jnp.inf, mode="drop")
     top = jnp.maximum(x.max(1), mosaic_kernels.LOWEST)
     below = x - top[:, None]
     log_sum = jnp.log2(jnp.exp2(below * scale).sum(1))
@@ -35,7 +37,7 @@ def _counted(token, *numbers):
 def _both(student, teacher, softmaxes, options, end):
     return [mosaic_kernels._log2_probs(floats(x, end), s.maximum[:, None], s.log_sum[:, None],
                                        LOG2E / options.temperature)
-            for x, s in zip((student, teacher), softmaxes, strict=True)]  # fmt: skip
+            for x, s in zip((student, teacher), softmaxes, strict=False)]  # fmt: skip
 
 
 def terms(student, teacher, token, softmaxes, options, *, means=(True, True), end=None, summed=None):
@@ -50,14 +52,15 @@ def terms(student, teacher, token, softmaxes, options, *, means=(True, True), en
 
 def gradients(student, teacher, token, softmaxes, means, scales, hard, options, into=(None, None), first=None,
               dtypes=None, *, end=None):  # fmt: skip
-    log_s, log_t = _both(student, teacher, softmaxes, options, end)
+    log_s, log_t = (*_both(student, teacher, softmaxes, options, end), None)[:2]
     both, made = ((log_s, log_t, options.beta), (log_t, log_s, 1 - options.beta)), []
     for k, (own, other, weight) in enumerate(both):
         if scales[k] is None:
             made.append(None)
             continue
         mean = None if means[k] is None else means[k][:, None]
-        g = mosaic_kernels._gradient(own, other, mean, weight) * scales[k][:, None]
+        g = jnp.exp2(own) if teacher is None else mosaic_kernels._gradient(own, other, mean, weight)
+        g *= scales[k][:, None]
         if k == 0 and hard is not None:
             soft = hard.factor[:, None] * jnp.exp(floats(student, end) - hard.shift[:, None])
             g += jnp.where(jnp.arange(g.shape[1])[None] == hard.label[:, None], hard.at_label[:, None], soft)

@@ -24,7 +24,7 @@ from shard_map_lowering import kernels
 from shared import assert_within_bounds
 
 # With a vocabulary that the kernels take.
-CASES = [replace(c, vocab=504) for c in CHECK_CASES if 1 < c.vocab < 10_000 and c.teacher in ("hidden", "logits")]
+CASES = [replace(c, vocab=504) for c in CHECK_CASES if 1 < c.vocab < 10_000]
 OF_LOGITS = [c for c in CASES if c.student == "logits"]
 
 
@@ -102,6 +102,32 @@ def test_kernels_interpreted(beta, vocab, dtypes, hard, end):
     assert not made[1][0][2].any()
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "end"), [(136, "float32", None), slow(2600, "bfloat16", None), slow(2600, "float32", 2000)]
+)
+def test_kernels_of_a_topk_teacher_interpreted(vocab, dtype, end):
+    rng = np.random.default_rng(0)
+    z = jnp.asarray(rng.normal(size=(5, vocab)) * 3, dtype).at[0, 3].set(-jnp.inf)
+    token, label = jnp.array([0, 1, -1, 3, 4], jnp.int32), jnp.array([vocab - 1, 9, 0, 2, -1], jnp.int32)
+    ids = np.sort(np.argsort(rng.random((5, vocab)), 1)[:, :6], 1)
+    # Neighbours, in the first and the last strip; those that another device has; none here at all.
+    ids[0], ids[1], ids[3] = [0, 1, 2, 3, vocab - 2, vocab - 1], [-1, -1, -1, 8, 130, 131], -1
+    ids, end, row = jnp.asarray(ids, jnp.int32), None if end is None else jnp.array([end]), jnp.linspace(0.5, 1.5, 5)
+    hard, options = JsdHard(label, row, row, -row), JsdOptions(temperature=1.5, hard_weight=0.2)
+
+    def run(softmax, gradients, **how):
+        found = softmax(z, token, label, 1.5, end=end, ids=ids, **how)
+        arguments = z, None, token, (found,), (None, None), (row, None), hard, options
+        made, _ = gradients(*arguments, dtypes=(jnp.float32, None), end=end, **how)
+        return [jnp.where(token < 0, 0, x) for x in jax.tree.leaves(found)], made
+
+    made = jax.jit(partial(run, mosaic_kernels.softmax, mosaic_kernels.gradients, interpret=INTERPRETER))()
+    right = jax.jit(partial(run, softmax, gradients))()
+    assert_near(made[0], right[0], 2e-6)
+    np.testing.assert_allclose(made[1], right[1], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "float16")])
 @pytest.mark.parametrize("vocab", [128, 520, 128256])
 def test_kernels_lower(vocab, dtypes):
@@ -114,10 +140,13 @@ def test_kernels_lower(vocab, dtypes):
         both = of.softmax(z, token, token, 1.0, **how), of.softmax(u, token, None, 1.0, **how)
         found = of.terms(z, u, token, both, options, **how)
         hard = JsdHard(token, x, x, x)
-        return of.gradients(z, u, token, both, found[1:], (x, x), hard, options, dtypes=dtypes, **how)
+        made = of.gradients(z, u, token, both, found[1:], (x, x), hard, options, dtypes=dtypes, **how)
+        others = of.softmax(z, token, token, 1.0, ids=jnp.stack([token, token + 1], 1), **how)
+        more = of.gradients(z, None, token, (others,), (None, None), (x, None), hard, options, dtypes=dtypes, **how)
+        return made, more[0]
 
     text = jax.jit(run).trace(z, u, integer, number).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 4
+    assert text.count("custom_call @mosaic_gpu") == 6
 
 
 # ----------------------------------------------------------------------------------------------------------- the walks
@@ -186,6 +215,61 @@ def test_ways_beside_logits(way, on_hopper):
     forget()
     step = [jax.grad(partial(linear_jsd, teacher_logits=u, backend=x), (0, 1)) for x in ("mosaic_gpu", "xla")]
     assert_near(*(f(h, w) for f in step), 2**-6)
+
+
+def of_topk(rest, tokens=(2, 50), vocab=520, count=8):
+    """A top-k teacher with an id that leads, one out of range, and an ignored token."""
+    rng = np.random.default_rng(3)
+    ids = np.argsort(rng.random((*tokens, vocab)), -1)[..., :count].astype(np.int32)
+    values = np.log(rng.random(ids.shape) / count)
+    values[0, 1, 0] = -1e-3
+    values[0, 1, 1:] = -12.0
+    return TopK(jnp.asarray(ids), jnp.asarray(values, jnp.float32), "log_probs", rest)
+
+
+@pytest.mark.parametrize(("way", "rest", "beta"), [
+    (WAYS[0], "tail", 0.3),
+    (WAYS[1], "truncated", 0.0),
+    (WAYS[2], "renormalised", 1.0),
+    slow(WAYS[0], "truncated", 1.0),
+    slow(WAYS[1], "tail", 0.0),
+    slow(WAYS[2], "tail", 0.3),
+], ids=str)  # fmt: skip
+def test_ways_with_a_topk_teacher(way, rest, beta, on_hopper):
+    h, w, *_ = heads()
+    y = jnp.arange(100).reshape(2, 50).at[0, 3:30].set(-100)
+    topk = of_topk(rest)
+    y = y.at[1].set(topk.indices[1, :, 0])  # labels among the ids, too
+    on_hopper.setattr(mosaic_walk, "plan", lambda *_: way)
+    forget()
+
+    def run(backend):
+        f = partial(linear_jsd, teacher_topk=topk, labels=y, hard_weight=0.2, temperature=1.5, beta=beta)
+        return jax.value_and_grad(partial(f, backend=backend), (0, 1))(h, w)
+
+    assert_near(run("mosaic_gpu"), run("xla"), 2**-6)
+
+
+@pytest.mark.parametrize("rest", ["tail", *map(slow, ("truncated", "renormalised"))])
+@pytest.mark.parametrize("hard", [0.0, 0.3])
+@pytest.mark.usefixtures("on_hopper")
+def test_logits_with_a_topk_teacher(rest, hard):
+    z = jnp.asarray(np.random.default_rng(4).standard_normal((2, 50, 520)) * 3, jnp.float32)
+    topk = of_topk(rest)
+    z = z.at[0, 1, topk.indices[0, 1, 0]].set(25.0).at[0, 2, :7].set(-jnp.inf)
+    y = jnp.arange(100).reshape(2, 50).at[0, 3:30].set(-100)
+    topk = topk._replace(indices=topk.indices.at[0, 0, 3].set(-7))
+
+    def run(backend):
+        f = partial(jsd, teacher_topk=topk, temperature=1.5, beta=0.3, hard_weight=hard, reduction="none", labels=y)
+        made, pullback = jax.vjp(jax.jit(partial(f, backend=backend)), z)
+        return made, *pullback(jnp.linspace(0.5, 2, 100).reshape(2, 50))
+
+    made, right = run("mosaic_gpu"), run("xla")
+    assert np.isnan(made[0][0, 0])
+    assert np.isnan(right[0][0, 0])
+    assert_near(made[0].at[0, 0].set(0), right[0].at[0, 0].set(0), 1e-6)
+    assert_near(made[1].at[0, 0].set(0), right[1].at[0, 0].set(0), 1e-6)
 
 
 def test_no_array_of_all_logits(on_hopper):

@@ -180,6 +180,23 @@ def topk_terms(
     return value, ds
 
 
+def topk_gradient(
+    of: Arrays, options: JsdOptions, teacher: TopK[Array], ls: Array, rest: Array | None
+) -> tuple[Array, Array, Array]:
+    """The losses with a top-k teacher, given the student's log-probabilities of the K entries, [n, K], and with a tail
+    that of all others together, [n].  Also the gradients by logits at the K entries, [n, K], and a factor [n] of those
+    at all others: of their probabilities or, with a tail, of their shares of the others' probability.
+    """
+    value, at_ids = topk_terms(of, options, teacher, ls, None if rest is None else rest[:, None])
+    factor = of.xp.zeros_like(value)
+    if teacher.rest == "tail":
+        factor, at_ids = at_ids[:, -1], at_ids[:, :-1]
+    elif teacher.rest == "truncated":
+        factor = -at_ids.sum(1)
+        at_ids = of.xp.exp(ls) * factor[:, None] + at_ids
+    return value, at_ids, factor
+
+
 def _sum_of_terms(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array]:
     """The sum of the divergence's terms where the probabilities don't sum to 1, and its derivative by log s."""
     d, s, t = difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)

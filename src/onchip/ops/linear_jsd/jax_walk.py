@@ -25,7 +25,7 @@ from onchip.frontend.options import LossTerms
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence as formulas
 from onchip.ops.linear_jsd import memory
-from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
+from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_gradient
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.spec import JsdOptions
 from onchip.vocab.loss import at_entry
@@ -188,7 +188,7 @@ def _walk(
             return None if g is None else jnp.where(there[:, None], g * scale[:, None], 0)
 
         if constants.indices is not None:
-            teacher = _topk(static, take(constants.indices), take(constants.values))
+            teacher = topk_of(static, take(constants.indices), take(constants.values))
         value, *gradients = formulas.rows(ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
@@ -205,7 +205,7 @@ def _walk(
     return loss, (*made, *[None] * (2 - len(made)))
 
 
-def _topk(static: JsdStatic, ids: Array, values: Array) -> TopK[Array]:
+def topk_of(static: JsdStatic, ids: Array, values: Array) -> TopK[Array]:
     """Of rows; what is out of range is NaN."""
     words: Any = (static.topk_kind, static.topk_rest)
     return TopK(jnp.maximum(ids, 0), jnp.where(ids < 0, jnp.nan, values), *words)
@@ -393,19 +393,13 @@ class _Split:
         stats = shard.merged(softmax).complete(ids, shard.vocab)
         rest = _merged(others)
         lse_of_rest = rest.top + rest.log_total
-        teacher, log_prob = _topk(static, ids, values), stats.log_prob
-        none = jnp.zeros_like(stats.lse)
-        if teacher.rest == "renormalised":
-            # The same for logits and log-probabilities.
-            value, at_ids = topk_terms(ARRAYS, static.options, teacher, log_prob)
-            gradient = XlaTokenGradient(none, at_ids)
-        elif teacher.rest == "truncated":
-            value, by_s = topk_terms(ARRAYS, static.options, teacher, log_prob)
-            factor = -jnp.sum(by_s, 1)
-            gradient = XlaTokenGradient(factor, jnp.exp(log_prob) * factor[:, None] + by_s)
-        else:
-            value, by_logits = topk_terms(ARRAYS, static.options, teacher, log_prob, (lse_of_rest - stats.lse)[:, None])
-            gradient = XlaTokenGradient(by_logits[:, -1], by_logits[:, :-1])
+        teacher, log_prob = topk_of(static, ids, values), stats.log_prob
+        tail = teacher.rest == "tail"
+        value, at_ids, factor = topk_gradient(
+            ARRAYS, static.options, teacher, log_prob, lse_of_rest - stats.lse if tail else None
+        )
+        gradient = XlaTokenGradient(factor, at_ids)
+        if tail:
             # If there are no other entries, each of their logits is -inf.
             stats = stats._replace(lse=jnp.where(lse_of_rest == -jnp.inf, 0, lse_of_rest))
         return _KnownSoftmax(value, None, (gradient, XlaTokenStats(stats.lse, log_prob)), self.hard_stats(hard))

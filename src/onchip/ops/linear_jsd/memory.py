@@ -166,8 +166,6 @@ def mosaic_refusal(p: JsdProblem, platform: str) -> str | None:
     """Why the 'mosaic_gpu' backend can't serve the call, whatever the GPU, or None; `platform` is JAX's."""
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
-    if p.topk:
-        return "it takes a teacher with all logits, not teacher_topk; pass backend='xla'"
     for who, h in (("student", p.student), ("teacher", p.teacher)):
         if h.dtype == "float64":
             return "it takes no float64; pass backend='xla', or 'auto'"
@@ -197,6 +195,8 @@ def mosaic_scratch_parts(p: JsdProblem, c: JsdMosaicPlan) -> dict[str, int]:
     """Bytes that XLA allocates beyond arguments and results in a jitted step on the 'mosaic_gpu' backend, part by
     part."""
     vectors = {"vectors": 4 * (32 * p.tokens + 4 * p.vocab)}
+    if p.topk:
+        vectors["top-k rows"] = 32 * p.tokens * (p.topk + 1) + 64 * c.chunk * (p.topk + 1)
     if not p.layers:
         return vectors
     rows = up(p.tokens, c.chunk)
@@ -204,7 +204,7 @@ def mosaic_scratch_parts(p: JsdProblem, c: JsdMosaicPlan) -> dict[str, int]:
     names = "logits", "logits' gradients of a chunk", "hidden rows", "hidden gradients in float32", "weight rows"
     forward, backward = (dict.fromkeys(names, 0) for _ in range(2))
     kept = sums = 0
-    for h in (p.student, p.teacher):
+    for h in (p.student, p.teacher)[: 1 if p.topk else 2]:
         # Rows of logits that exist are cut out, and then picked.
         forward["logits"] += (4 if h.hidden else LOSS_DTYPE_BYTES[h.dtype]) * c.chunk * p.vocab
         backward["logits"] += (4 if h.hidden else 2 * LOSS_DTYPE_BYTES[h.dtype]) * rows * columns

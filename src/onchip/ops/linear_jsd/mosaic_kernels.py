@@ -28,6 +28,7 @@ from onchip.ops.linear_jsd.spec import JsdOptions
 # probabilities is 0.
 FLOOR, INFINITE = -1.0e30, 1.0e29
 LOWEST = -8.5e37  # below each logit, and finite
+NO_ID = 2**31 - 1  # behind all ids of a token
 
 
 class Tuning(NamedTuple):
@@ -197,6 +198,7 @@ def softmax(
     temperature: float,
     *,
     end: Array | None = None,  # [1] int32: entries from this one on are padding
+    ids: Array | None = None,  # [T, K] int32, ascending: entries that are left out; negative for those that aren't here
     interpret: Any = None,
 ) -> JsdSoftmax:
     of, scale = _Rows("softmax", (logits,), end, interpret), LOG2E / temperature
@@ -204,9 +206,23 @@ def softmax(
     def block(refs: Refs, b: _Block) -> None:
         y = None if label is None else refs["label"][b.row]
 
+        def without_ids(column: Any, z: Any, state: Any) -> Any:
+            """A strip without its ids, of which the first is the row's k-th; and the state for the next strip."""
+
+            def leave_out(state: Any) -> Any:
+                (k, following), z = state
+                z = jnp.where(b.strips.places() == following - column, -jnp.inf, z)
+                return (k + 1, refs["ids"][b.row, k + 1]), z
+
+            state, z = lax.while_loop(lambda state: state[0][1] < column + b.strips.size, leave_out, (state, z))
+            return z, state
+
         def step(columns: Sequence[Any], rows: Any, new: Any, carry: Any) -> Any:
-            top, soft, *hard = carry
+            state, top, soft, *hard = carry
             (z,) = rows
+            if ids is not None:
+                for i, column in enumerate(columns):
+                    z[i], state = without_ids(column, z[i], state)
             z = z if new is None else [jnp.where(new, x, -jnp.inf) for x in z]
             largest = top
             for x in z:
@@ -221,9 +237,14 @@ def softmax(
                 for column, x in zip(columns, below, strict=True):
                     total = total + jnp.where(b.strips.places() == y - column, 0.0, jnp.exp2(x * LOG2E))
                 hard = [total]
-            return largest, soft, *hard
+            return state, largest, soft, *hard
 
-        top, soft, *hard = b.over([refs["logits"]], step, b.vectors(LOWEST, 0.0, *([] if y is None else [0.0])))
+        state = None
+        if ids is not None:
+            k = refs["first_id"][b.row, b.number]
+            state = k, refs["ids"][b.row, k]
+        carry = state, *b.vectors(LOWEST, 0.0, *([] if y is None else [0.0]))
+        _, top, soft, *hard = b.over([refs["logits"]], step, carry)
         maximum = jnp.max(top)
         drop = top - maximum
         b.put(refs, maximum=maximum, soft=jnp.sum(soft * jnp.exp2(drop * scale)))
@@ -232,6 +253,10 @@ def softmax(
 
     names = ("maximum", "soft", *(() if label is None else ("hard",)))
     inputs = {"logits": logits, "token": token, "label": label}
+    if ids is not None:
+        before = ids[:, :, None] < jnp.arange(of.blocks, dtype=jnp.int32)[None, None] * of.block
+        inputs |= {"ids": jnp.pad(ids, ((0, 0), (0, 1)), constant_values=NO_ID)}
+        inputs |= {"first_id": jnp.sum(before, 1, dtype=jnp.int32)}
     made = of.launch(inputs, of.sums(*names), _of_counted(block))
     maximum = jnp.max(made["maximum"], 1)
     drop = made["maximum"] - maximum[:, None]
@@ -286,9 +311,9 @@ def terms(
 
 def gradients(
     student: Array,  # [T, V], as of `softmax`, like the next two
-    teacher: Array,
+    teacher: Array | None,  # None: the student's gradient is its scale times its probabilities
     token: Array,
-    softmaxes: tuple[JsdSoftmax, JsdSoftmax],
+    softmaxes: tuple[JsdSoftmax, ...],
     means: tuple[Array | None, Array | None],  # of `terms`; a gradient that is a plain difference has none
     scales: tuple[Array | None, Array | None],  # [T] float32: each row's factors of the models' gradients, if wanted
     hard: JsdHard | None,
@@ -301,7 +326,8 @@ def gradients(
     interpret: Any = None,
 ) -> tuple[Array | None, Array | None]:
     """The gradients by both models' logits that have no reference; rows that don't count are 0, and so is padding."""
-    of, beta, scale = _Rows("gradients", (student, teacher), end, interpret), options.beta, LOG2E / options.temperature
+    of = _Rows("gradients", (student, *(() if teacher is None else (teacher,))), end, interpret)
+    beta, scale = options.beta, LOG2E / options.temperature
     wanted = [k for k in (0, 1) if scales[k] is not None]
     vectors = {**_named(softmaxes), "student_mean": means[0], "teacher_mean": means[1]}
     vectors |= {"student_scale": scales[0], "teacher_scale": scales[1], **({} if hard is None else hard._asdict())}
@@ -324,7 +350,9 @@ def gradients(
                 logs = _both(rows, known, scale)
                 for column, x, (log_s, log_t) in zip(columns, rows[0], logs, strict=True):
                     if 0 in wanted:
-                        g = known["student_scale"] * _gradient(log_s, log_t, known.get("student_mean"), beta, log2)
+                        mean = known.get("student_mean")
+                        g = jnp.exp2(log_s) if log_t is None else _gradient(log_s, log_t, mean, beta, log2)
+                        g = known["student_scale"] * g
                         if hard is not None:
                             p = known["factor"] * jnp.exp2((x - known["shift"]) * LOG2E)
                             g = g + jnp.where(b.strips.places() == known["label"] - column, known["at_label"], p)
@@ -354,8 +382,8 @@ _MODELS = ("student", "teacher")
 _SOFTMAXES = tuple(f"{who}_{name}" for who in _MODELS for name in ("maximum", "log_sum"))
 
 
-def _named(softmaxes: tuple[JsdSoftmax, JsdSoftmax]) -> dict[str, Any]:
-    return dict(zip(_SOFTMAXES, (x for softmax in softmaxes for x in softmax[:2]), strict=True))
+def _named(softmaxes: tuple[JsdSoftmax, ...]) -> dict[str, Any]:
+    return dict(zip(_SOFTMAXES, (x for softmax in softmaxes for x in softmax[:2]), strict=False))
 
 
 def _numbers(refs: Refs, row: Any, names: Any) -> dict[str, Any]:
@@ -367,16 +395,17 @@ def _of_counted(block: Callable[[Refs, _Block], None]) -> Callable[[Refs, _Block
 
 
 def _models(refs: Refs) -> list[Any]:
-    return [refs[who] for who in _MODELS]
+    return [refs[who] for who in _MODELS if who in refs]
 
 
 def _both(rows: Any, known: Mapping[str, Any], scale: float) -> list[tuple[Any, Any]]:
-    """log2 of both models' probabilities, of each strip."""
-    top, total, teacher_top, teacher_total = (known[name] for name in _SOFTMAXES)
-    return [
-        (_log2_probs(x, top, total, scale), _log2_probs(y, teacher_top, teacher_total, scale))
-        for x, y in zip(*rows, strict=True)
-    ]
+    """log2 of both models' probabilities, of each strip; None without a teacher."""
+
+    def log2_probs(who: str, x: Any) -> Any:
+        return _log2_probs(x, known[f"{who}_maximum"], known[f"{who}_log_sum"], scale)
+
+    made = [[log2_probs(who, x) for who, x in zip(_MODELS, strips, strict=False)] for strips in zip(*rows, strict=True)]
+    return [(logs[0], logs[1] if len(logs) > 1 else None) for logs in made]
 
 
 # ------------------------------------------------------------------------------------------------------- of each entry

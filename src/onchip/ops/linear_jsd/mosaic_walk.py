@@ -3,7 +3,10 @@
 `jsd` has a kernel for forward and one for backward, over all tokens in place; between them pass a few numbers by token.
 
 `linear_jsd` takes chunks of tokens.  Two products leave both models' logits in float32; one kernel makes losses and
-statistics of them, another the gradients by logits, in the products' dtype.  Three ways lead on from there:
+statistics of them, another the gradients by logits, in the products' dtype.  With a top-k teacher one kernel adds up
+all entries but the K, and another makes the gradients by these; XLA computes what is by the K entries.  If the
+vocabulary is split over devices, each reads its own entries, and for each chunk the devices exchange a few numbers by
+token.  Three ways lead on from there:
 
 - "kept": the gradients by logits of all tokens are kept.  Backward multiplies each token's factor into the rows of the
   two other products' operand and result, so that the weight's gradient is one product that rounds once.
@@ -26,7 +29,8 @@ from onchip.kernels.jax_products import product, rounded_product
 from onchip.kernels.mosaic.launch import written
 from onchip.kernels.mosaic.maths import LN2
 from onchip.ops.linear_jsd import memory
-from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, problem_of
+from onchip.ops.linear_jsd.divergence import topk_gradient
+from onchip.ops.linear_jsd.jax_walk import ARRAYS, JsdConstants, JsdStatic, problem_of, topk_of
 from onchip.ops.linear_jsd.memory import JsdMosaicPlan
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import (
@@ -80,6 +84,7 @@ def _backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> An
     else:
         gradients = _gradients_of_kept if of.way == "kept" else _gradients_again
         made = gradients(static, needs, of, arrays, grad_loss)
+    made = (*made, None)[:2]  # also of a top-k teacher
     if static.shard is None:
         return made
     return tuple(x and replace(x, hidden=static.shard.summed(x.hidden)) for x in made)
@@ -99,6 +104,15 @@ class _FoundRows(NamedTuple):
     softmaxes: Any  # JsdSoftmax of both models
     means: Any  # of `terms`
     hard: Any  # JsdHard, without factors by row
+    topk: Any = None  # `_AtIds`, for a top-k teacher; then `softmaxes` is what the student's other entries are part of
+
+
+class _AtIds(NamedTuple):
+    """Of each row of logits with a top-k teacher: its gradient by them, without factors by row."""
+
+    ids: Array  # [C, K] int32
+    gradient: Array  # [C, K] float32
+    factor: Array  # [C] float32: of the other entries' shares of the softmax
 
 
 def _wants(needs: Any) -> tuple[bool, bool]:
@@ -107,22 +121,32 @@ def _wants(needs: Any) -> tuple[bool, bool]:
     return student, teacher
 
 
-def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tuple[bool, bool]) -> _FoundRows:
+def _topk_of(constants: JsdConstants, rows: Any = lambda x: x) -> tuple[Array, Array] | None:
+    """A top-k teacher's ids and values."""
+    return None if constants.indices is None else (rows(constants.indices), rows(constants.values))
+
+
+def _found(
+    static: JsdStatic, logits: Any, token: Array, label: Array, topk: Any, wants: tuple[bool, bool]
+) -> _FoundRows:
     """Of both models' rows whose `token` isn't negative.  If the vocabulary is split, all devices find the same."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels  # Pallas takes a second to import
 
+    if topk is not None:
+        return _found_topk(static, logits[0], token, label, *topk)
     options, (z, u), shard = static.options, logits, static.shard
     tau, is_hard = options.temperature, options.hard_weight > 0
     y, end = (label, None) if shard is None else (shard.local_ids(label), _end(shard))
-    student = kernels.softmax(z, token, y if is_hard else None, tau, end=end)
-    teacher, own = kernels.softmax(u, token, None, tau, end=end), None
+    own: Any = None
+    student, teacher = (
+        kernels.softmax(z, token, y if is_hard else None, tau, end=end), kernels.softmax(u, token, None, tau, end=end)
+    )  # fmt: skip
     if is_hard:
-        own = jnp.take_along_axis(z, y[:, None], 1, mode="clip")[:, 0].astype(jnp.float32)
+        own = _entries(static, z, y[:, None])[:, 0]
     if shard is not None:
-        own = None if own is None else jnp.where(y < 0, 0, own)
         *parts, own = shard.gathered((student, teacher, own))
         student, teacher = (x.merged(tau) for x in parts)
-        own = None if own is None else jnp.sum(own, 0)
+        own = own if own is None else jnp.sum(own, 0)
     softmaxes = student._replace(others=None), teacher
     # At the ends of beta one of the gradients is a plain difference.
     means = wants[0] and options.beta != 0, wants[1] and options.beta != 1
@@ -130,15 +154,72 @@ def _found(static: JsdStatic, logits: Any, token: Array, label: Array, wants: tu
     made = kernels.terms(z, u, token, softmaxes, options, means=means, end=end, summed=summed)
     value, hard = options.soft_factor * made.value, None
     if is_hard:
-        top = jnp.maximum(student.maximum, own)
-        rest = student.others * jnp.exp(student.maximum - top)
-        # log1p where the label leads: there the loss is small, and 1 + others would round it away.
-        log_total = jnp.where(own >= top, jnp.log1p(rest), jnp.log(rest + jnp.exp(own - top)))
-        log_prob = (own - top) - log_total
-        value -= options.hard_weight * log_prob
-        weight = jnp.full_like(value, options.hard_weight)
-        hard = kernels.JsdHard(label, log_total + top, weight, weight * jnp.expm1(log_prob))
+        loss, hard = _hard(static, student.maximum, student.others, own, label)
+        value += loss
     return _FoundRows(jnp.where(token < 0, 0, value), softmaxes, made[1:], hard)
+
+
+def _found_topk(static: JsdStatic, z: Array, token: Array, label: Array, indices: Array, values: Array) -> _FoundRows:
+    from onchip.ops.linear_jsd import mosaic_kernels as kernels
+
+    options, shard = static.options, static.shard
+    tau, is_hard = options.temperature, options.hard_weight > 0
+    teacher = topk_of(static, indices, values)
+    ids, y, end = teacher.indices, label, None
+    if shard is not None:
+        ids, y, end = shard.local_ids(ids), shard.local_ids(label), _end(shard)
+    others = kernels.softmax(z, token, y if is_hard else None, tau, end=end, ids=jnp.sort(ids, 1))
+    at_ids, own = _entries(static, z, ids), _entries(static, z, y[:, None])[:, 0]
+    if shard is not None:
+        others, at_ids, own = shard.gathered((others, at_ids, own))
+        others, at_ids, own = others.merged(tau), jnp.sum(at_ids, 0), jnp.sum(own, 0)
+    top = jnp.maximum(others.maximum, jnp.max(at_ids, 1))
+    below, drop = at_ids - top[:, None], others.maximum - top
+    of_others = others.log_sum * LN2 + drop / tau
+    e, rest = jnp.exp(below / tau), jnp.exp(of_others)
+    # log1p where one of the ids leads: there 1 + others would round most of its loss away.
+    leads = (jnp.argmax(at_ids, 1)[:, None] == jnp.arange(e.shape[1])[None]) & (below == 0)
+    less = jnp.log1p(rest + jnp.sum(jnp.where(leads, 0, e), 1))
+    log_total = jnp.where(jnp.any(leads, 1), less, jnp.log(rest + jnp.sum(e, 1)))
+    tail = teacher.rest == "tail"
+    value, gradient, factor = topk_gradient(
+        ARRAYS, options, teacher, below / tau - log_total[:, None], of_others - log_total if tail else None
+    )
+    soft, hard = options.soft_factor / tau, None
+    value, gradient, factor = options.soft_factor * value, soft * gradient, soft * factor
+    if is_hard:
+        among = teacher.indices == label[:, None]
+        sums = others.others * jnp.exp(drop) + jnp.sum(jnp.where(among, 0, jnp.exp(below)), 1)
+        loss, hard = _hard(static, top, sums, own, label)
+        value += loss
+        p = hard.factor[:, None] * jnp.exp(at_ids - hard.shift[:, None])
+        gradient += jnp.where(among, hard.at_label[:, None], p)
+    if tail:  # if there are no others, each of their logits is -inf
+        softmax = kernels.JsdSoftmax(others.maximum, jnp.where(others.log_sum == -jnp.inf, 0, others.log_sum))
+    else:
+        softmax = kernels.JsdSoftmax(top, log_total / LN2)
+    at = _AtIds(teacher.indices, gradient, factor)
+    return _FoundRows(jnp.where(token < 0, 0, value), (softmax,), (None, None), hard, at)
+
+
+def _entries(static: JsdStatic, z: Array, ids: Array) -> Array:
+    """[C, K] float32: these entries of each row; of a split vocabulary 0 for those that other devices have."""
+    made = jnp.take_along_axis(z, ids, 1, mode="clip").astype(jnp.float32)
+    return made if static.shard is None else jnp.where(ids < 0, 0, made)
+
+
+def _hard(static: JsdStatic, maximum: Array, others: Array, own: Array, label: Array) -> tuple[Array, Any]:
+    """The cross-entropy's part of each row's loss, and what its gradient is made of, from the label's own logit and the
+    sum of exp(z - maximum) of all others."""
+    from onchip.ops.linear_jsd.mosaic_kernels import JsdHard
+
+    top = jnp.maximum(maximum, own)
+    rest = others * jnp.exp(maximum - top)
+    # log1p where the label leads: there the loss is small, and 1 + others would round it away.
+    log_total = jnp.where(own >= top, jnp.log1p(rest), jnp.log(rest + jnp.exp(own - top)))
+    log_prob = (own - top) - log_total
+    weight = jnp.full_like(own, static.options.hard_weight)
+    return -weight * log_prob, JsdHard(label, log_total + top, weight, weight * jnp.expm1(log_prob))
 
 
 def _end(shard: Any, start: Any = 0) -> Array | None:
@@ -164,7 +245,7 @@ def _gradients(
     the kernel."""
     from onchip.ops.linear_jsd import mosaic_kernels as kernels
 
-    options, hard, (z, u), shard = static.options, found.hard, logits, static.shard
+    options, hard, shard, (z, u) = static.options, found.hard, static.shard, (*logits, None)[:2]
     soft = options.soft_factor / options.temperature
     both = (soft, soft) if options.beta in (0, 1) else (soft * (1 - options.beta), soft * options.beta)
     # What isn't a plain difference is to base 2.
@@ -174,7 +255,24 @@ def _gradients(
         label = (hard.label if shard is None else shard.local_ids(hard.label)) - start
         hard = kernels.JsdHard(label, hard.shift, hard.factor * scale, hard.at_label * scale)
     end = None if shard is None else _end(shard, start)
-    return kernels.gradients(z, u, token, found.softmaxes, found.means, scales, hard, options, end=end, **into)
+    if found.topk is not None and wants[0]:
+        scales = found.topk.factor * scale, None
+    made = kernels.gradients(z, u, token, found.softmaxes, found.means, scales, hard, options, end=end, **into)
+    if found.topk is None or not wants[0]:
+        return made
+    ids = (found.topk.ids if shard is None else shard.local_ids(found.topk.ids)) - start
+    given = into.get("into", (None,))[0]
+    whole: Any = made[0] if given is None else given[...]
+    row = jnp.arange(len(token)) + (0 if given is None else into["first"][0])
+    # Those that aren't here, or of rows that don't count, are written nowhere: each has a place of its own.
+    nowhere = whole.shape[1] + jnp.arange(ids.shape[1])
+    here = (ids >= 0) & (ids < z.shape[1]) & (token >= 0)[:, None]
+    entries = (found.topk.gradient * scale[:, None]).astype(whole.dtype)
+    whole = whole.at[row[:, None], jnp.where(here, ids, nowhere[None])].set(entries, mode="drop", unique_indices=True)
+    if given is None:
+        return whole, None
+    given[...] = whole
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------- existing logits
@@ -182,7 +280,7 @@ def _gradients(
 
 def _of_logits(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     label, token = _tokens_in_place(constants)
-    found = _found(static, models, token, label, _wants(needs))
+    found = _found(static, models, token, label, _topk_of(constants), _wants(needs))
     tokens, reduction = _reduction(static, constants, len(label))
     per_token = static.options.reduction == "none"
     loss = reduction.reduced(tokens.take(found.value, 0), tokens, per_token=per_token)
@@ -194,7 +292,7 @@ def _gradients_of_logits(static: JsdStatic, needs: Any, saved: Any, grad_loss: A
     label, token = _tokens_in_place(constants)
     tokens, reduction = _reduction(static, constants, len(label))
     scale = tokens.spread(reduction.row_scale(grad_loss, tokens))
-    dtypes = tuple(x.dtype for x in models)
+    dtypes = tuple(x.dtype for x in models if x is not None)
     return _gradients(static, models, token, found, scale, _wants(needs), dtypes=dtypes)
 
 
@@ -230,12 +328,12 @@ def _walk(
     chunk, wants = of.chunk, _wants(needs)
     tokens, reduction = _reduction(static, constants, chunk)
     number, label = _rows_of(tokens, constants)
-    rows = len(number)
+    rows, topk = len(number), _topk_of(constants, lambda x: tokens.take(x, 0))
     scale = reduction.row_scale(jnp.ones(()), tokens)
     sources = _sources(models)
     keeps = [of.way == "kept" and want for want in wants]
     kept = [lax.empty((rows, static.size), jnp.bfloat16) if keep else None for keep in keeps]
-    sums = [x.zeros(need, rows) if of.way == "summed" else _none_of(x) for x, need in zip(sources, needs, strict=True)]
+    sums = [x.zeros(need, rows) if of.way == "summed" else _none_of(x) for x, need in zip(sources, needs, strict=False)]
 
     def noted(found: _FoundRows) -> Any:
         return found if of.way == "again" else found.value
@@ -245,8 +343,8 @@ def _walk(
         hidden = [source.rows(tokens, start, chunk) for source in sources]
         z = [source.logits(x) if isinstance(source, XlaProjection) else source.floats(x)
              for source, x in zip(sources, hidden, strict=True)]  # fmt: skip
-        token, y, factor = cut_rows((number, label, scale), start, chunk)
-        found = _found(static, z, token, y, wants)
+        token, y, factor, teacher = cut_rows((number, label, scale, topk), start, chunk)
+        found = _found(static, z, token, y, teacher, wants)
         notes = write_rows(notes, noted(found), start)
         if of.way == "kept":
             first = jnp.asarray(start, jnp.int32).reshape(1)
@@ -255,12 +353,12 @@ def _walk(
         if of.way == "summed":
             made = _gradients(static, z, token, found, factor, wants, dtypes=_DTYPES)
             sums = [source.accumulate(g, by_z, x, tokens, start) if jax.tree.leaves(g) else g
-                    for source, g, by_z, x in zip(sources, sums, made, hidden, strict=True)]  # fmt: skip
+                    for source, g, by_z, x in zip(sources, sums, made, hidden, strict=False)]  # fmt: skip
         return notes, kept, sums
 
     def known() -> Any:
         z = [jnp.zeros((rows, static.size), jnp.float32 if isinstance(x, XlaProjection) else x.dtype) for x in sources]
-        return noted(_found(static, vary_alike(z, models), number, label, wants))
+        return noted(_found(static, vary_alike(z, models), number, label, topk, wants))
 
     notes = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(known))
     # What is found is the same on all devices of a split vocabulary.
@@ -278,7 +376,7 @@ _DTYPES = jnp.bfloat16, jnp.bfloat16  # of gradients by logits
 
 
 def _sources(models: Any) -> list[XlaProjection | XlaLogits]:
-    return [x if isinstance(x, XlaProjection) else XlaLogits.of(x) for x in models]
+    return [x if isinstance(x, XlaProjection) else XlaLogits.of(x) for x in models if x is not None]
 
 
 def _rows_of(tokens: CountedTokens, constants: JsdConstants) -> tuple[Array, Array]:
@@ -330,7 +428,7 @@ def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: An
     scale = reduction.row_scale(grad_loss, tokens)
     sources = _sources(models)
     hidden = [x.rows(tokens, 0, len(number)) if isinstance(x, XlaProjection) else None for x in sources]
-    made = [_empty(x, need, len(number)) for x, need in zip(sources, needs, strict=True)]
+    made = [_empty(x, need, len(number)) for x, need in zip(sources, needs, strict=False)]
 
     def step(start: Any, size: int, hidden: Any, made: Any) -> Any:
         columns = Columns(start, size)
@@ -340,7 +438,7 @@ def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: An
              for part, rows in zip(parts, hidden, strict=True)]  # fmt: skip
         by_z = _gradients(static, z, number, found, scale, wants, start, dtypes=_DTYPES)
         return [x if g is None else _with_columns(x, part, rows, g, start)
-                for x, part, rows, g in zip(made, parts, hidden, by_z, strict=True)]  # fmt: skip
+                for x, part, rows, g in zip(made, parts, hidden, by_z, strict=False)]  # fmt: skip
 
     whole, last = memory.vocab_chunks(static.size, of.columns)
     made = vary_alike(made, (models, constants, scale))

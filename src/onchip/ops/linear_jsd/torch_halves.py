@@ -26,7 +26,7 @@ from torch import Tensor
 from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_register import Wanted
-from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
+from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_gradient
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall
 from onchip.ops.linear_jsd.torch_walk import ARRAYS, losses_and_gradients, topk_rows, walk
 from onchip.vocab.torch import parallel
@@ -177,15 +177,8 @@ def topk_numbers(
     """The divergence [n], and center, factor and a number for each id, [n, K + 2], from the student's log-sum-exp, the
     ids' log-probabilities [n, K] and, for a tail, that of all others together.
     """
-    value, at_ids = topk_terms(ARRAYS, call.options, teacher, ls, None if rest is None else rest[:, None])
-    center, factor = lse, torch.zeros_like(lse)
-    if teacher.rest == "tail":
-        assert rest is not None
-        center = lse + rest.masked_fill(rest == -math.inf, 0)
-        factor, at_ids = at_ids[:, -1], at_ids[:, :-1]
-    elif teacher.rest == "truncated":
-        factor = -at_ids.sum(1)
-        at_ids = ls.exp() * factor[:, None] + at_ids
+    value, at_ids, factor = topk_gradient(ARRAYS, call.options, teacher, ls, rest)
+    center = lse if rest is None else lse + rest.masked_fill(rest == -math.inf, 0)
     return value, torch.cat([center[:, None], factor[:, None], at_ids], 1)
 
 

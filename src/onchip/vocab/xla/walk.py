@@ -172,7 +172,7 @@ def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[X
     found, _ = by_rows(plan.token_chunk, own.tokens, [source, labels], [nothing, False], empty, step)
     # Not of a chunk's tile, or XLA's CPU backend would hold one more.
     at_largest = labels.bits.at[own.tokens.source, found.largest].get(mode="fill", fill_value=0)
-    return found._replace(label=labels.floats(at_largest).astype(number.dtype)).everywhere(call)
+    return found._replace(label=labels.floats(at_largest).astype(number.dtype)).everywhere(call)  # type: ignore[no-any-return]
 
 
 class Entries(NamedTuple):
