@@ -215,8 +215,29 @@ def linear_cross_entropy_along_an_axis():
     of_loss(ids_of_head().at[0, :90].set(-100), kept, reduction="none", z_loss=1e-3)
 
 
+def of_dense(op):
+    """Inside of a `shard_map` labels come with all entries, of which a device takes its own."""
+
+    def call(h, w, q, axis_name=None, weight_layout="vh", **options):
+        if axis_name is not None:
+            size = w.shape[0]
+            q = jax.lax.dynamic_slice_in_dim(q, jax.lax.axis_index(axis_name) * size, size, 2)
+            options["axis_name"] = axis_name
+        return op(h, w, q, **options)
+
+    return call
+
+
 def of_topk(op):
     return lambda h, w, given, **options: op(h, w, TopK(*given, "probs", "truncated"), **options)
+
+
+@check
+def linear_cross_entropy_of_every_entry():
+    q = jnp.abs(draw(6, B, S * 16, 2176)) / 2176
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "class_weight": jnp.linspace(0, 2, 2176)}
+    of_head(of_dense(linear_cross_entropy), of_dense(sharded_linear_cross_entropy), q, vocab=2176, reduction="none",
+            return_stats=True, **options)  # fmt: skip
 
 
 @slow

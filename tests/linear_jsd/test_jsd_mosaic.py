@@ -360,10 +360,8 @@ def test_chunks_of_the_vocabulary():
 def test_refusals():
     h, w, x, v = heads()
     call = partial(linear_jsd, backend="mosaic_gpu")
-    topk = TopK(jnp.zeros((2, 50, 1), int), jnp.full((2, 50, 1), -1.0), "log_probs", "tail")
     u = jnp.ones((2, 50, 520))
     for run, reason in (
-        (lambda: call(h, w, teacher_topk=topk), "all logits, not teacher_topk"),
         (lambda: call(h.astype("float32"), w.astype("float32"), x, v), "the student's are in float32"),
         (lambda: call(h, w, teacher_logits=u, teacher_grad=True), "no gradient to a linear student's teacher_logits"),
         (lambda: call(h, w[:130], x, v[:130]), "V to be a multiple of 8 from 128 on; got V=130"),

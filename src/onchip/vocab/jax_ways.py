@@ -57,12 +57,10 @@ def refusals(
     split: dict[str, str] = {}
     if strategy == "stash":
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-    if problem.labels:
-        split["mosaic_gpu"] = "of a split vocabulary it takes no labels for every entry; pass backend='xla'"
-    elif shard.padded and (problem.softcap or problem.smoothing):
+    if shard.padded and (problem.softcap or problem.smoothing or problem.labels):
         split["mosaic_gpu"] = (
-            "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass "
-            "backend='xla'"
+            "it takes padding of a split vocabulary only without softcap, label_smoothing and labels for every entry; "
+            "leave those out, or pass backend='xla'"
         )
     return {name: split.get(name, reason) for name, reason in made.items()}
 

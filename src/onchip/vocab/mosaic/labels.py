@@ -29,7 +29,7 @@ from onchip.vocab.mosaic.positions import (
 from onchip.vocab.mosaic.rooms import tiles_of
 from onchip.vocab.xla.loss import LabelSums, LossCall
 from onchip.vocab.xla.tiles import Wanted, XlaTokenStats
-from onchip.vocab.xla.walk import expected_of
+from onchip.vocab.xla.walk import Entries, expected_of
 
 Array = jax.Array
 BOX = 64  # rows and columns of the blocks that gradients of logits are kept in
@@ -141,10 +141,11 @@ def _written(gradient: Array, column: Array, entries: Array, major: bool) -> Arr
 
 def positions(call: LossCall) -> Positions:
     """The call's positions; labels of every entry are multiplied by the class weights, if there are any."""
-    at = Positions.of(call)
-    if call.class_weight is None or call.entries is None:
+    at, weight = Positions.of(call), call.class_weight
+    if weight is None or call.entries is None:
         return at
-    return at._replace(class_weight=jnp.pad(call.class_weight.astype(jnp.float32), (0, -call.vocab % VOCAB_TILE)))
+    weight = weight if call.shard is None else call.shard.entries(weight)
+    return at._replace(class_weight=jnp.pad(weight.astype(jnp.float32), (0, -len(weight) % VOCAB_TILE)))
 
 
 def _config() -> Any:
@@ -169,7 +170,16 @@ def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[X
         made.append(_merged(at, launch(at.operands(rows, part), MosaicLabels(entries, first)), part))
     stats, sums, mass, largest = concatenated(made)
     sums = sums._replace(likeliest=likeliest)
-    label = jnp.take_along_axis(entries, largest[: len(entries), None], 1).astype(jnp.float32)
+    at_largest = largest[: len(entries), None]
+    label = jnp.take_along_axis(entries, at_largest, 1).astype(jnp.float32)
+    if call.shard is not None:
+        # `stats` is this device's softmax, and sums are relative to its largest logit.
+        label = call.tokens.take(label[:, 0], 0)
+        found = Entries(stats._replace(picked=stats.max[:, None]), jnp.maximum(largest, 0), sums.expected, mass, label)
+        if wanted.entropy:
+            most = call.tokens.take(jnp.max(entries, 1).astype(jnp.float32), 0)
+            found = found._replace(likeliest=jnp.maximum(likeliest, 0), most=most, plain=(sums.plain, sums.mass))
+        return found.everywhere(call)
     return stats, sums, call._replace(ids=largest[:, None], probs=call.tokens.take(label, 0), mass=mass)
 
 
@@ -186,7 +196,9 @@ def _merged(at: Positions, partials: MosaicPartials, part: slice) -> tuple[XlaTo
     stats = at.stats(partials._replace(others=others), target, part, largest)
 
     def over_parts(cost: Array, mass: Array) -> tuple[Array, Array]:
-        expected, total = expected_of(-cost, mass, maximum, target, stats.log_prob[:, 0])
+        split = at.call.shard is not None
+        of_top = -cost, mass, maximum, target, jnp.zeros_like(target) if split else stats.log_prob[:, 0]
+        expected, total = expected_of(*of_top)
         return jnp.where(there, expected, 0), jnp.where(there, total, 0)
 
     expected, mass = over_parts(partials.cost, partials.mass)
