@@ -33,6 +33,10 @@ EVERYTHING |= {"options": {"beta": 0.3, "temperature": 1.5, "temperature_squared
         {"noise": 0.0, "teacher_hidden": 0},
         {"ignored": 1.0},
         {"teacher": "logits"},
+        {"teacher": "tail"},
+        {"teacher": "tail", **EVERYTHING},
+        {"teacher": "truncated", "options": {"beta": 1.0}},
+        {"teacher": "renormalised"},
     ],
     ids=str,
 )
@@ -43,10 +47,22 @@ def test_heads(changes, layout):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("changes", [{}, EVERYTHING, {"options": {"beta": 0.0}}, {"options": {"beta": 1.0}}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        EVERYTHING,
+        {"options": {"beta": 0.0}},
+        {"options": {"beta": 1.0}},
+        EVERYTHING | {"teacher": "tail"},
+        {"teacher": "truncated"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("vocab", [136, 50264])
 def test_logits(changes, dtype, vocab):
-    case = replace(CASE, student="logits", teacher="logits", tokens=61, vocab=vocab, **(changes | {"bias": False}))
+    changes = {"teacher": "logits"} | changes | {"bias": False}
+    case = replace(CASE, student="logits", tokens=61, vocab=vocab, **changes)
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="mosaic_gpu"))
 
 
