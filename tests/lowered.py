@@ -160,6 +160,15 @@ def two_heads(tokens, hidden, vocab, *, op=linear_jsd, **options):
     return lowered(op, leaves, constants, options)
 
 
+def with_teacher(op, tokens, leaves, **options):
+    """With a top-k teacher."""
+
+    def call(*, indices, values, **given):
+        return op(**given, teacher_topk=TopK(indices, values, "log_probs", "tail"), **options)
+
+    return lowered(call, leaves, {"indices": ((tokens, 64), INT), "values": ((tokens, 64), F32)}, {})
+
+
 def grouped(tokens, *, way="plain", layout="gnk", **options):
     groups, n, k = 8, 512, 384
     leaves = {"x": ((tokens, k), BF16), "weight": ((groups, n, k) if layout == "gnk" else (groups, k, n), BF16)}
@@ -224,7 +233,9 @@ def _cases():
     for backend in ("mosaic_gpu", "xla"):
         call = partial(sharded, sharded_linear_cross_entropy, head, 1024, 512, 4096, backend=backend)
         yield f"sharded_linear_cross_entropy {backend}", call
-    yield "sharded_linear_log_probs", partial(sharded, sharded_linear_log_probs, head, 512, 256, 4096, backend="xla")
+    for backend in ("mosaic_gpu", "xla"):
+        call = partial(sharded, sharded_linear_log_probs, head, 512, 256, 4096, backend=backend)
+        yield f"sharded_linear_log_probs {backend}", call
     yield "sharded_linear_jsd", partial(sharded, sharded_linear_jsd, two_heads, 512, 256, 4096)
     yield "fp8_linear xla e5m2", partial(quantised, 1024, 768, 640, grad_dtype="e5m2", backend="xla")
     of_losses = {name: options for name, options in OPTIONS.items() if name != "bias"}
@@ -243,6 +254,11 @@ def _cases():
         for backend in ("mosaic_gpu", "xla"):
             yield f"jsd {backend} {beta}", partial(of_logits, 1024, 32768, op=jsd, beta=beta, backend=backend)
             yield f"linear_jsd {backend} {beta}", partial(two_heads, 512, 256, 8192, beta=beta, backend=backend)
+    student = {"student_hidden": ((512, 256), BF16), "student_weight": ((8192, 256), BF16)}
+    for backend in ("mosaic_gpu", "xla"):
+        logits = {"student_logits": ((1024, 32768), BF16)}
+        yield f"jsd {backend} top-k", partial(with_teacher, jsd, 1024, logits, backend=backend)
+        yield f"linear_jsd {backend} top-k", partial(with_teacher, linear_jsd, 512, student, backend=backend)
     yield "linear_jsd mosaic_gpu again", partial(two_heads, 4096, 256, 32768, backend="mosaic_gpu")
 
 

@@ -216,7 +216,8 @@ def sharded_linear_jsd(
 
     The loss and its gradients are those of `linear_jsd`.  Pass the whole arrays: the call makes its own
     `jax.shard_map`.  A few float32 numbers per token are gathered along `vocab_axis`: once if beta is 0 or 1 or the
-    teacher is a top-k, and otherwise twice, with another product of each head in between.
+    teacher is a top-k, and otherwise twice, with another product of each head in between; with "mosaic_gpu" for each
+    chunk of tokens twice, or once if the teacher is a top-k, and no product is repeated.
 
     Args:
         student_hidden: [..., Hs], T tokens in the leading dimensions, which may be split over `token_axes`; the same on

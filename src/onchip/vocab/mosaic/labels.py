@@ -163,7 +163,7 @@ def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[X
         config=_config(),
     )  # fmt: skip
     launch = _launched(plan, at, lambda operands, labels: kernel(operands, labels=labels))
-    likeliest = call.tokens.take(jnp.argmax(entries, 1).astype(jnp.int32), IGNORED) if wanted.entropy else None
+    likeliest: Any = call.tokens.take(jnp.argmax(entries, 1).astype(jnp.int32), IGNORED) if wanted.entropy else None
     made: list[Any] = []
     for rows, part in at.in_parts(plan, made):
         first = jnp.full(1, part.start, jnp.int32)
