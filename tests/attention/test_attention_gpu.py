@@ -1,10 +1,14 @@
 """attention on a GPU, by the kernels and by the framework's own products."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from attention_kernel_cases import KERNEL_CASES
 from torch.utils.checkpoint import checkpoint
 
+from all_cards import environment
 from onchip.kernels.triton.launch import describe, has_gluon
 from onchip.masks import Blocked, Blocks, Causal, Documents, Full, Intervals, Window
 from onchip.ops.attention.cases import CHECK_CASES
@@ -222,3 +226,28 @@ def test_what_kernels_refuse(hopper):
             attention(*given, backend="triton", **options)
         assert attention(*given, **options).shape == (*given[0].shape[:3], given[2].shape[3])
     assert attention(q, k, v, Full()).shape == q.shape
+
+
+_SHARING = """
+import torch
+from onchip.masks import Causal
+from onchip.torch import attention
+
+g = torch.Generator("cuda").manual_seed(0)
+made = [torch.randn(1, 16384, h, 128, device="cuda", generator=g).bfloat16().requires_grad_() for h in (32, 8, 8)]
+upstream = torch.randn(1, 16384, 32, 128, device="cuda", generator=g).bfloat16()
+found = set()
+for _ in range(60):
+    grads = torch.autograd.grad(attention(*made, Causal()), made, upstream)
+    found.add(tuple(float(x.double().sum()) for x in grads))
+assert len(found) == 1, found
+"""
+
+
+@pytest.mark.xfail(reason="the gradient of queries is wrong where processes take turns on a GPU; docs/ops/attention.md")
+def test_a_gpu_that_several_processes_share(hopper):
+    """Each has the same bits in every run."""
+    command = [sys.executable, "-c", _SHARING]
+    started = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(6)]
+    said = [process.communicate()[1] for process in started]
+    assert not any(process.returncode for process in started), "\n".join(said)
