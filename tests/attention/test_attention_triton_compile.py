@@ -87,7 +87,8 @@ def test_kernels(name):
     size, options = (VARIANTS | WIDE)[name]
     for found in compile_all(of_call(size, **options), 90):
         assert found.shared <= H100.shared
-        assert found.spilled <= (96 if not options or "dtype" in options else 360), (found.kernel, found.spilled)
+        # Triton 3.6 spills at most 96 bytes without options; later ones up to 136.
+        assert found.spilled <= (144 if not options or "dtype" in options else 360), (found.kernel, found.spilled)
         if found.kernel in GLUON:
             assert "wgmma.mma_async" in found.ptx
             assert "cp.async.bulk.tensor" in found.ptx
