@@ -138,6 +138,16 @@ def test_what_later_runs_may_bring_has_its_row(results):
     assert all(f"\n## {title}\n" in page for title in ("attention", "Two or more GPUs"))
 
 
+def test_what_was_wrong_has_no_time_and_is_named(results):
+    document = json.loads(measured.needed("attention").path.read_text())
+    for row in document["rows"]:
+        row["ok"] = row["ok"] and (row["case"], row["impl"].split()[0]) != ("full", "onchip")
+    (results / "2099-01-01-h200-attention.json").write_text(json.dumps(document))
+    section = measured.numbers_page().split("\n## attention\n")[1].split("\n## ")[0]
+    assert "\n| `full` | - | " in section
+    assert re.search(r"why onchip has no time in .*`full`", section)
+
+
 def test_a_newer_file_of_another_kind_takes_no_place(results):
     """What a script writes under a name that `onchip bench` uses, or another script."""
 
