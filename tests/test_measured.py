@@ -131,6 +131,7 @@ def test_what_later_runs_may_bring_has_its_row(results):
     assert "**30.0" in lines[3]
     assert "Liger 35.0" in lines[3]
     assert "**2.00" in lines[4]  # which isn't ours
+    assert "\n| 40 lengths, first time | **30.0 ms** | 40.0 ms | 35.0 ms |\n" in measured.numbers_page()
     by_script = {"environment": {"gpu": "NVIDIA H100"}, "title": "By a script", "rows": [{"call": "x", "ms": 2.5}]}
     (results / "2099-01-01-h100-linear_jsd.json").write_text(json.dumps(by_script))
     page = measured.numbers_page()

@@ -442,7 +442,11 @@ def lengths(page: str) -> str:
             impls = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
             of = {(row["mode"], short_name(row["impl"])): row["mean_ms"] for row in file.rows if row["ok"]}
             modes = dict.fromkeys(row["mode"] for row in file.rows)
-            lines = [[mode, *(format_ms(of.get((mode, impl))) for impl in impls)] for mode in modes]
+            lines = []
+            for mode in modes:
+                times = [of.get((mode, impl)) for impl in impls]
+                best = min(filter(None, times), default=None)
+                lines.append([mode, *(f"**{format_ms(x)}**" if x and x == best else format_ms(x) for x in times)])
             said.append(f"{table(['what is timed', *impls], lines)}\n\n{file.told(page)}")
             continue
         known = [row for row in file.rows if "after_ms" in row or "after_mean_ms" in row]
