@@ -406,7 +406,7 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
     rows = tuple(map(flat, models))
     refused = {"mosaic_gpu": mosaic_walk.refusal(static, rows, constants), "xla": None}
     if static.backend == "auto" and constants.indices is not None:
-        refused["mosaic_gpu"] = "with a top-k teacher it has not run on a GPU yet"
+        refused["mosaic_gpu"] = "with a top-k teacher its time is not known yet"
     if static.backend == "auto" and refused["mosaic_gpu"] is None:
         try:
             of_student = jax.tree.map(lambda _: True, rows[0]), none_of(rows)[1]
