@@ -201,8 +201,7 @@ class Shown(NamedTuple):
     plain: tuple[str, ...] = ("torch.compile",)
     mode: str = MODE
     median: str = "median_ms"
-    others: tuple[str, ...] = ()
-    """Other functions of the framework that count beside other libraries."""
+    others: tuple[str, ...] = ()  # functions of the framework that count beside other libraries
 
 
 LINES = (
@@ -442,11 +441,9 @@ def lengths(page: str) -> str:
             impls = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
             of = {(row["mode"], short_name(row["impl"])): row["mean_ms"] for row in file.rows if row["ok"]}
             modes = dict.fromkeys(row["mode"] for row in file.rows)
-            lines = []
-            for mode in modes:
-                times = [of.get((mode, impl)) for impl in impls]
-                best = min(filter(None, times), default=None)
-                lines.append([mode, *(f"**{format_ms(x)}**" if x and x == best else format_ms(x) for x in times)])
+            best = {mode: min(ms for (other, _), ms in of.items() if other == mode) for mode, _ in of}
+            made = {key: f"**{format_ms(ms)}**" if ms == best[key[0]] else format_ms(ms) for key, ms in of.items()}
+            lines = [[mode, *(made.get((mode, impl), format_ms(None)) for impl in impls)] for mode in modes]
             said.append(f"{table(['what is timed', *impls], lines)}\n\n{file.told(page)}")
             continue
         known = [row for row in file.rows if "after_ms" in row or "after_mean_ms" in row]
