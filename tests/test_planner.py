@@ -318,6 +318,15 @@ def test_numbers_of_tokens_with_as_many_tiles_have_one_plan(monkeypatch, name):
     assert {planner.scratch_bytes(p, planner.plan(p, "auto", budget)) <= budget for p in problems} == {True}
 
 
+def test_a_copy_of_the_weight_is_of_one_size_for_all_numbers_of_tokens():
+    head = Problem(4096, 2048, 128256, "bfloat16", device="cuda")
+    weight, row = 2 * head.vocab * head.hidden, 2 * head.hidden
+    for rows in (0, row):
+        problems = [replace(head, tokens=tokens, copied=weight + rows * tokens) for tokens in (513, 600, 640)]
+        assert {triton_search.in_whole_tiles(p) for p in problems} == {problems[-1]}
+        assert len({triton_planner.default_scratch(p) for p in problems}) == 1
+
+
 def grid(p, budget):
     """Plans of many cuts that fit."""
     rows, columns, fits = up(p.tokens, 128), up(p.vocab, 256), triton_planner.scratch_bytes

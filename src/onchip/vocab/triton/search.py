@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from onchip.core.sizes import up
+from onchip.core.sizes import DTYPE_BYTES, up
 from onchip.vocab.chunks import Fastest, largest, largest_within
 from onchip.vocab.memory import Problem
 from onchip.vocab.triton.costs import BesideCuts, Costs, costs_of
@@ -41,7 +41,11 @@ MUCH_LONGER = 1.06
 def in_whole_tiles(p: Problem) -> Problem:
     """The same with so many tokens that their tiles are whole, if there are more than a few."""
     tokens = up(p.tokens, TOKEN_TILE) if p.tokens > FEW_TOKENS else p.tokens
-    return p if tokens == p.tokens else replace(p, tokens=tokens, copied=-(-p.copied * tokens // p.tokens))
+    if tokens == p.tokens:
+        return p
+    weight = p.vocab * p.hidden * DTYPE_BYTES[p.weight_dtype]
+    fixed = weight if p.copied >= weight else 0  # a copy of the weight doesn't grow with the tokens
+    return replace(p, tokens=tokens, copied=fixed - (fixed - p.copied) * tokens // p.tokens)
 
 
 def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> TritonPlan | None:
