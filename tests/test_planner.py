@@ -327,6 +327,15 @@ def test_a_copy_of_the_weight_is_of_one_size_for_all_numbers_of_tokens():
         assert len({triton_planner.default_scratch(p) for p in problems}) == 1
 
 
+@pytest.mark.parametrize("grad_weight", [False, True])
+def test_no_tokens_have_a_plan(grad_weight):
+    """Also of a head whose gradients forward may make."""
+    head = Problem(0, 2048, 128256, "bfloat16", device="cuda", grad_weight=grad_weight)
+    assert triton_memory.may_run_in_forward(head)
+    for strategy in ("auto", "stash", "recompute"):
+        assert triton_planner.plan(head, strategy).token_chunk == 0
+
+
 def grid(p, budget):
     """Plans of many cuts that fit."""
     rows, columns, fits = up(p.tokens, 128), up(p.vocab, 256), triton_planner.scratch_bytes

@@ -58,7 +58,7 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
         # All in scratch: the weight's gradient in one launch.
         made.try_kept((0, made.rows), columns, columns, halves=False)
     some = made.keep()
-    if auto and may_run_in_forward(p):
+    if auto and p.tokens and may_run_in_forward(p):
         made.in_forward()
     made.keep_some(some)
     # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
