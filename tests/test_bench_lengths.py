@@ -1,6 +1,7 @@
 """`onchip bench --suite lengths`: first calls, and steps with ever new lengths."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
 
@@ -53,6 +54,22 @@ def test_lengths_are_those_that_are_documented():
     assert max(drawn) < 9000
     assert drawn[:40] == lengths_process.lengths(8192, 40)
     assert round(8192 * lengths_process.ANOTHER) == 7001
+
+
+@pytest.mark.parametrize("said", ["", "boom\\377 here\\n"])
+def test_a_process_that_ends_at_its_import_is_a_row_that_did_not_run(monkeypatch, tmp_path, said):
+    """What it said last is the reason, also if that isn't text."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(lengths.sys, "executable", str(script))
+    _, case = tiny("cross_entropy")
+    asked = AskedLengths("cross_entropy", case, "onchip auto", "cpu", "float32", NUMBER)
+    with ExitStack() as stack:
+        processes = lengths._Pair(stack)
+        processes.wait_for_imports()
+        with pytest.raises(RuntimeError, match="boom. here" if said else "ended with 3"):
+            processes.measure(asked, lambda _: None)
 
 
 def test_a_shorter_problem_shares_the_memory_of_the_whole():

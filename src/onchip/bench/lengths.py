@@ -127,7 +127,7 @@ class _Measuring:
 
     def __init__(self, caches: str) -> None:
         of_caches = {f"{name}_CACHE_DIR": str(Path(caches) / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed in __exit__
         self.process = subprocess.Popen(
             [sys.executable, "-m", "onchip.bench.lengths_process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=os.environ | of_caches,
@@ -138,7 +138,7 @@ class _Measuring:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        with self.process, suppress(BrokenPipeError):  # waits, and closes the pipes
+        with suppress(BrokenPipeError), self.process:  # waits, and closes the pipes
             pass
         self.errors.close()
 
