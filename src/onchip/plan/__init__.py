@@ -167,7 +167,8 @@ def plan(
             raise ValueError(f"plan: {config_of}give {' and '.join(known.needs)}, or model")
     if "heads" in known.needs and not (heads and key_heads and head_size):
         without = f"the heads of {found.name} aren't of the usual kind; " if found and not heads else ""
-        raise ValueError(f"plan: {without}give {', '.join(known.needs)}{'' if without else ', or model'}")
+        more = ", and value_size, if it is another" if without else ", or model"
+        raise ValueError(f"plan: {without}give {', '.join(known.needs)}{more}")
     _check_ranks(known, given, vocab or 0)
     of_rank = -(-(vocab or 0) // tensor_parallel)
     weight_dtype = weight_dtype or dtype
