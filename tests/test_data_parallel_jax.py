@@ -290,6 +290,22 @@ def a_frozen_weight_and_no_gradients():
     assert_same(jax.jit(jax.grad(linear_cross_entropy))(*given), jax.jit(jax.grad(linear_cross_entropy))(h, w, y))
 
 
+@check
+def inside_of_shard_map_where_all_tokens_count():
+    """Without targets that are ids, the number of tokens is the same on all devices, but what is computed isn't."""
+    h, w, y = map(jnp.asarray, arrays(batch=4, sequence=2))
+    q, few, mesh = jax.nn.softmax(h @ w.T), to_topk(y), mesh_of("dp")
+    known = TopK(few.indices, jnp.log(few.values), "log_probs", "tail")
+    for op, more in (
+        (lambda h, w, q: linear_cross_entropy(h, w, q, reduction="none"), q),
+        (lambda h, w, topk: linear_cross_entropy(h, w, topk, reduction="none"), few),
+        (lambda h, w, x: linear_jsd(h, w, x, 2 * w, reduction="none"), 2 * h),
+        (lambda h, w, topk: linear_jsd(h, w, teacher_topk=topk, reduction="none"), known),
+    ):
+        mapped = jax.shard_map(op, mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P("dp"))
+        assert_same(*(gradients(lambda *x, f=f: f(*x).sum())(h, w, more) for f in (mapped, op)))
+
+
 @slow
 def inside_of_shard_map():
     mesh = mesh_of("dp")

@@ -132,7 +132,7 @@ def _of_rows(plan: ChunkConfig, wanted: Wanted, call: LossCall, finished: Callab
 
     made = jax.eval_shape(lambda: finished(Softmax.empty(ids, wanted, source.accumulator), ids))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-    return over_tokens(call.tokens, plan.token_chunk, step, zeros)
+    return over_tokens(call.tokens, plan.token_chunk, step, vary_alike(zeros, (source, ids)))
 
 
 def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
@@ -270,12 +270,12 @@ def gradients(
             return part.accumulate(sums, g, rows, tokens, start)  # type: ignore[no-any-return]
 
         zeros = replace(part.zeros(replace(needs, hidden=False), 0), hidden=made.hidden)
-        sums: XlaProjection = over_tokens(tokens, chunk, tile, zeros)
+        sums: XlaProjection = over_tokens(tokens, chunk, tile, vary_alike(zeros, (projection, of_rows)))
         weight = put(made.weight, sums.weight, columns, projection.vocab_axis) if needs.weight else None
         bias = put(made.bias, sums.bias, columns) if needs.bias else None
         return replace(sums, weight=weight, bias=bias)
 
-    zeros = projection.zeros(needs, len(call.ids), dtype)
+    zeros = vary_alike(projection.zeros(needs, len(call.ids), dtype), (projection, of_rows))
     made: XlaProjection = over_vocab(projection.vocab, plan.vocab_chunk, step, zeros, tokens.number, end)
     hidden = None if made.hidden is None else tokens.spread(unscaled(made.hidden, grad_scale))
     hidden = hidden if shard is None else shard.summed(hidden)
@@ -332,7 +332,7 @@ def by_rows(
         return write_rows(made, numbers, start), sums
 
     zeros = [x.zeros(need, len(tokens.source)) for x, need in zip(sources, needs, strict=True)]
-    return over_tokens(tokens, chunk, body, (empty, zeros))  # type: ignore[no-any-return]
+    return over_tokens(tokens, chunk, body, vary_alike((empty, zeros), sources))  # type: ignore[no-any-return]
 
 
 class Stashed(NamedTuple):
