@@ -67,7 +67,7 @@ def expected(op):
 
 
 def to_topk(y, k=3):
-    ids = (jnp.maximum(y, 0)[..., None] + jnp.arange(k)) % V
+    ids = (jnp.maximum(y, 0)[..., None] + jnp.arange(k).reshape(*[1] * y.ndim, k)) % V
     return TopK(ids, jnp.broadcast_to(jnp.float32([0.5, 0.3, 0.1]), ids.shape), "probs", "truncated")
 
 

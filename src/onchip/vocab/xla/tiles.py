@@ -100,10 +100,8 @@ def write_rows(rows: Any, part: Any, start: Array | int) -> Any:
 def over_tokens(
     tokens: CountedTokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any, but: str | None = None
 ) -> Any:
-    """`carry = step(start, carry)` for each chunk that has a token which counts; `but` as in `vary_alike`.
-
-    `carry` must vary as what the step adds does: where all tokens count, their number is the same on all devices.
-    """
+    """`carry = step(start, carry)` for each chunk that has a token which counts; `but` as in `vary_alike`.  `carry`
+    varies as what the step adds, which the number of tokens may not."""
     carry = vary_alike(carry, tokens.number, but)
     return lax.fori_loop(0, (tokens.number + chunk - 1) // chunk, lambda i, carry: step(i * chunk, carry), carry)
 
