@@ -236,7 +236,8 @@ def _cases():
     for backend in ("mosaic_gpu", "xla"):
         call = partial(sharded, sharded_linear_log_probs, head, 512, 256, 4096, backend=backend)
         yield f"sharded_linear_log_probs {backend}", call
-    yield "sharded_linear_jsd", partial(sharded, sharded_linear_jsd, two_heads, 512, 256, 4096)
+        call = partial(sharded, sharded_linear_jsd, two_heads, 512, 256, 4096, backend=backend)
+        yield f"sharded_linear_jsd {backend}", call
     yield "fp8_linear xla e5m2", partial(quantised, 1024, 768, 640, grad_dtype="e5m2", backend="xla")
     of_losses = {name: options for name, options in OPTIONS.items() if name != "bias"}
     for backend in ("mosaic_gpu", "xla"):
