@@ -49,7 +49,7 @@ TopK(y, z, "probs", "rest")  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, yj, reduction="avg")  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, yj, weight_layout="nt")  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, yj, backend="torch")  # rejected
-onchip.jax.cross_entropy(zj, yj, backend="mosaic_gpu")  # rejected
+onchip.jax.cross_entropy(zj, yj, backend="cuda")  # rejected
 onchip.jax.sharded_linear_cross_entropy(hj, wj, yj)  # rejected
 onchip.jax.sharded_linear_log_probs(hj, wj, yj, vocab_axis="model", token_axes=["data"])  # rejected
 onchip.jax.linear_jsd(hj, wj, hj, wj, reduction="avg")  # rejected
