@@ -368,7 +368,7 @@ def kernels():
 
 @slow
 def kernels_of_rows():
-    """The same for logits that exist: each device's kernels get its own rows, and no split vocabulary."""
+    """The same for logits that exist: each device's kernels get its own rows, or its part of them."""
     rng = np.random.default_rng(0)
     z = np.float32(rng.standard_normal((8, 12, 136)) * 2)
     y = rng.integers(136, size=(8, 12)).astype(np.int32)
@@ -403,9 +403,12 @@ def kernels_of_rows():
                 assert not re.search(r"f32\[(96|8,12|48),136\]", compiled.as_text())
             mesh = mesh_of("dp", "tp")
             given = placed(mesh, (("dp", None, "tp"), (), ("dp",)), (z, scale, y))
-            with pytest.raises(Exception, match="it doesn't take a split vocabulary; pass backend='xla'"):
+            with pytest.raises(Exception, match="it needs rows of at least 128 logits; got V=68"):
                 run(*given)
             assert_same(gradients(op)(*given), wanted, scale=4)  # 'auto' takes plain JAX
+            longer = np.concatenate([z, z[..., ::-1] / 2], -1)
+            given = placed(mesh, (("dp", None, "tp"), (), ("dp",)), (longer, scale, y))
+            assert_same(run(*given), gradients(partial(op, backend="xla"))(longer, scale, y), scale=4)
         plain_rows.forget()
 
 
