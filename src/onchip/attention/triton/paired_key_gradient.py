@@ -99,11 +99,8 @@ def _numbers(vector, s, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _sum_values(
-    rings, grad_v, mask, scale, softcap, sizes,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr,
-):  # fmt: skip
-    """The gradients of values; with LATE, what a block adds is multiplied beside the next block's scores."""
+def _sum_values(rings, grad_v, mask, scale, softcap, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """The gradients of values: what a block adds is multiplied beside the next block's scores."""
     of_q, of_d_out, of_lse, of_delta, ks, vs, k_full, v_full, passed, is_passed, is_taken = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
@@ -122,10 +119,6 @@ def _sum_values(
     factor = (scale if softcap is None else softcap) * LOG2E
     mbarrier.wait(k_full, 0)
     k = matrix(ks)
-    if HELD == 256:
-        k = k.load(factor_layout(ROWS))
-    elif HELD > 0:
-        held = k.slice(0, HELD, dim=1).load(factor_layout(ROWS))
     factors = gl.zeros((HALF, ROWS), grad_v.dtype, factor_layout(VALUES))
     j = first
     many = group * (last - first)
@@ -134,20 +127,11 @@ def _sum_values(
         s = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(q_full.index(s), phase)
-        if HELD % 256 == 0:
-            x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        else:
-            q = matrix(qs.index(s))
-            x = warpgroup_mma(held, q.slice(0, HELD, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            q_rest = q.slice(HELD, 256 - HELD, dim=1).permute((1, 0))
-            x = warpgroup_mma(k.slice(HELD, 256 - HELD, dim=1), q_rest, x, is_async=True)
-        if LATE:
-            before = max(step - 1, 0) % STAGES
-            mbarrier.wait(d_out_full.index(before), (max(step - 1, 0) // STAGES) & 1)
-            sums = warpgroup_mma(factors, matrix(d_outs.index(before)), sums, is_async=True)
-            x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-        else:
-            x = warpgroup_mma_wait(num_outstanding=0, deps=(x,))
+        x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        before = max(step - 1, 0) % STAGES
+        mbarrier.wait(d_out_full.index(before), (max(step - 1, 0) // STAGES) & 1)
+        sums = warpgroup_mma(factors, matrix(d_outs.index(before)), sums, is_async=True)
+        x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
         if softcap is not None:
             x = capped(x, scale, softcap)
         p = gl.exp2(x * factor - _numbers(of_lse, s, ROWS)[None, :])
@@ -160,23 +144,16 @@ def _sum_values(
         mbarrier.wait(is_taken.index(at), ((step // PASSED) & 1) ^ 1)
         passed.index(at).store(passes.to(grad_v.dtype))
         mbarrier.arrive(is_passed.index(at), count=1)
-        if LATE:
-            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            mbarrier.arrive(d_out_empty.index(before), count=1, pred=step > 0)
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(d_out_empty.index(before), count=1, pred=step > 0)
         factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(VALUES))
-        if not LATE:
-            mbarrier.wait(d_out_full.index(s), phase)
-            sums = warpgroup_mma(factors, matrix(d_outs.index(s)), sums, is_async=True)
-            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            mbarrier.arrive(d_out_empty.index(s), count=1)
         j += 1
         if j == last:
             j = first
-    if LATE:
-        before = (many - 1) % STAGES
-        mbarrier.wait(d_out_full.index(before), ((many - 1) // STAGES) & 1)
-        sums = warpgroup_mma(factors, matrix(d_outs.index(before)), sums, is_async=True)
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    before = (many - 1) % STAGES
+    mbarrier.wait(d_out_full.index(before), ((many - 1) // STAGES) & 1)
+    sums = warpgroup_mma(factors, matrix(d_outs.index(before)), sums, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     # Where none sees a key, what isn't a number is in no sum.
     matrix(ks).store(gl.where(any_sees, sums, 0.0).to(grad_v.dtype))
     fence_async_shared()
@@ -186,9 +163,8 @@ def _sum_values(
 
 
 @gluon.jit
-def _sum_keys(
-    rings, grad_k, table, scale, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr
-):  # fmt: skip
+def _sum_keys(rings, grad_k, table, scale, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """The gradients of keys, in the same way, from what the other group passes."""
     of_q, of_d_out, of_lse, of_delta, ks, vs, k_full, v_full, passed, is_passed, is_taken = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
@@ -200,30 +176,17 @@ def _sum_keys(
     sums = gl.zeros((HALF, KEYS), gl.float32, products_layout(KEYS))
     mbarrier.wait(v_full, 0)
     v = matrix(vs)
-    if HELD == 256:
-        v = v.load(factor_layout(ROWS))
-    elif HELD > 0:
-        held = v.slice(0, HELD, dim=1).load(factor_layout(ROWS))
     factors = gl.zeros((HALF, ROWS), grad_k.dtype, factor_layout(KEYS))
     many = group * (last - first)
     for step in range(many):
         s = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(d_out_full.index(s), phase)
-        if HELD % 256 == 0:
-            y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        else:
-            d_out = matrix(d_outs.index(s))
-            y = warpgroup_mma(held, d_out.slice(0, HELD, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            d_rest = d_out.slice(HELD, 256 - HELD, dim=1).permute((1, 0))
-            y = warpgroup_mma(v.slice(HELD, 256 - HELD, dim=1), d_rest, y, is_async=True)
-        if LATE:
-            before = max(step - 1, 0) % STAGES
-            mbarrier.wait(q_full.index(before), (max(step - 1, 0) // STAGES) & 1)
-            sums = warpgroup_mma(factors, matrix(qs.index(before)), sums, is_async=True)
-            y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
-        else:
-            y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
+        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        before = max(step - 1, 0) % STAGES
+        mbarrier.wait(q_full.index(before), (max(step - 1, 0) // STAGES) & 1)
+        sums = warpgroup_mma(factors, matrix(qs.index(before)), sums, is_async=True)
+        y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
         y = y - _numbers(of_delta, s, ROWS)[None, :]
         fence_async_shared()  # these numbers may be overwritten
         mbarrier.arrive(d_out_empty.index(s), count=1)
@@ -231,20 +194,13 @@ def _sum_keys(
         mbarrier.wait(is_passed.index(at), (step // PASSED) & 1)
         d_scores = passed.index(at).load(layout).to(gl.float32) * y
         mbarrier.arrive(is_taken.index(at), count=1)
-        if LATE:
-            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
-        factors = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(KEYS))
-        if not LATE:
-            mbarrier.wait(q_full.index(s), phase)
-            sums = warpgroup_mma(factors, matrix(qs.index(s)), sums, is_async=True)
-            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            mbarrier.arrive(q_empty.index(s), count=1)
-    if LATE:
-        before = (many - 1) % STAGES
-        mbarrier.wait(q_full.index(before), ((many - 1) // STAGES) & 1)
-        sums = warpgroup_mma(factors, matrix(qs.index(before)), sums, is_async=True)
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
+        factors = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(KEYS))
+    before = (many - 1) % STAGES
+    mbarrier.wait(q_full.index(before), ((many - 1) // STAGES) & 1)
+    sums = warpgroup_mma(factors, matrix(qs.index(before)), sums, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     matrix(vs).store(gl.where(any_sees, sums * scale, 0.0).to(grad_k.dtype))
     fence_async_shared()
     barrier()
@@ -256,7 +212,7 @@ def _sum_keys(
 def paired_key_gradient(
     q, d_out, k, v, grad_k, grad_v, of_rows, start, end, stop, table, scale, softcap,
     queries, keys, heads, group, tiles, own,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`; `table` has tiles of 64 keys.  A program has a tile."""
     of_q = new_ring(q, STAGES, 2)
@@ -279,8 +235,8 @@ def paired_key_gradient(
     sizes = queries, keys, heads, group, tiles, own
     gl.warp_specialize(
         [
-            (_sum_values, (rings, grad_v, mask, scale, softcap, sizes, ROWS, STAGES, HELD, LATE)),
-            (_sum_keys, (rings, grad_k, table, scale, sizes, ROWS, STAGES, HELD, LATE)),
+            (_sum_values, (rings, grad_v, mask, scale, softcap, sizes, ROWS, STAGES)),
+            (_sum_keys, (rings, grad_k, table, scale, sizes, ROWS, STAGES)),
             (_copy, (rings, q, d_out, k, v, of_rows, table, sizes, ROWS, STAGES)),
         ],
         [4, 1],

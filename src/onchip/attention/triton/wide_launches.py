@@ -25,8 +25,6 @@ class _WideBlocks(NamedTuple):
     staged: int  # columns of the queries' gradient that leave together
     rows: int  # queries of a block in the gradients of keys and values
     stages: int  # blocks in these gradients' rings
-    held: int = 0  # columns of keys, and of values, that these gradients keep in registers
-    late: bool = True  # whether what a block adds to them is multiplied beside the next block's products
 
 
 _WIDE = _WideBlocks(128, 64, 128, keys=TILE, value_stages=2, staged=64, rows=32, stages=4)
@@ -79,7 +77,7 @@ def gradient_of_keys(
         "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, how.rows), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles,
-        "own": int(len(m.start) > 1), "ROWS": how.rows, "STAGES": how.stages, "HELD": how.held, "LATE": how.late,
+        "own": int(len(m.start) > 1), "ROWS": how.rows, "STAGES": how.stages,
     }  # fmt: skip
     kernel = paired_key_gradient if is_widest(p) else wide_key_gradient
     return Launch(kernel, (tiles * p.batch * p.key_heads,), arguments, registers=ALL_REGISTERS)
