@@ -233,18 +233,18 @@ import torch
 from onchip.masks import Causal
 from onchip.torch import attention
 
-g = torch.Generator("cuda").manual_seed(0)
-made = [torch.randn(1, 16384, h, 128, device="cuda", generator=g).bfloat16().requires_grad_() for h in (32, 8, 8)]
-upstream = torch.randn(1, 16384, 32, 128, device="cuda", generator=g).bfloat16()
-found = set()
-for _ in range(60):
-    grads = torch.autograd.grad(attention(*made, Causal()), made, upstream)
-    found.add(tuple(float(x.double().sum()) for x in grads))
-assert len(found) == 1, found
+for size in (64, 128):
+    g = torch.Generator("cuda").manual_seed(0)
+    made = [torch.randn(1, 16384, h, size, device="cuda", generator=g).bfloat16().requires_grad_() for h in (32, 8, 8)]
+    upstream = torch.randn(1, 16384, 32, size, device="cuda", generator=g).bfloat16()
+    found = set()
+    for _ in range(30):
+        grads = torch.autograd.grad(attention(*made, Causal()), made, upstream)
+        found.add(tuple(float(x.double().sum()) for x in grads))
+    assert len(found) == 1, (size, found)
 """
 
 
-@pytest.mark.xfail(reason="the gradient of queries is wrong where processes take turns on a GPU; docs/ops/attention.md")
 def test_a_gpu_that_several_processes_share(hopper):
     """Each has the same bits in every run."""
     command = [sys.executable, "-c", _SHARING]

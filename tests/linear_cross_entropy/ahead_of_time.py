@@ -192,6 +192,7 @@ def spills(launch, capability, most=SPILLED):
 
 def _compile(source, launch, capability):
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    assert barriers_are_apart(kernel.asm["ptx"]), f"{launch.kernel.__name__} has barriers that it doesn't use"
     registers, stack = _resources(kernel.asm["cubin"])
     given = {p: launch.arguments[p.name] for p in launch.kernel.params}
     constants = {p.name: x if p.is_constexpr else x is not None for p, x in given.items()}
@@ -209,6 +210,19 @@ def _resources(cubin):
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr).groups()
     return int(registers), int(stack)
+
+
+def barriers_are_apart(ptx):
+    """Whether barriers lie next to each other in shared memory.  One that a kernel makes and doesn't use lies among
+    blocks, as the compiler gives its memory to them; when a GPU switches between processes it writes there.
+    """
+    places = dict.fromkeys(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx), 0)
+    for made, of, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
+        if of in places:
+            places[made] = places[of] + int(offset)
+    barriers = [places[x] for x in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
+    apart = len(set(barriers)) == len(barriers)
+    return apart and (not barriers or max(barriers) - min(barriers) <= 16 * len(barriers))
 
 
 def is_serialized(ptx):

@@ -82,7 +82,7 @@ def place(n, tiles, planes, section):
 
 @gluon.jit
 def new_ring(like, N: gl.constexpr, READERS: gl.constexpr):
-    """N blocks of a descriptor's, and their barriers."""
+    """N blocks of a descriptor's, and their barriers, all of which the kernel has to use: see `new_barriers`."""
     blocks = gl.allocate_shared_memory(like.dtype, [N] + like.block_shape, like.layout)
     full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())

@@ -33,9 +33,8 @@ from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 @gluon.jit
 def _copy(rings, q, d_out, k, v, mask, sizes, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    of_q, of_d_out, of_k, of_v, _ = rings
+    of_q, d_outs, of_k, of_v, _ = rings
     qs, q_full, q_empty = of_q
-    d_outs, _, _ = of_d_out
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
     start, end, stop, table, stops = mask
@@ -71,9 +70,8 @@ def _differentiate(
     rings, grad_q, of_rows, mask, scale, softcap, sizes,
     W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    of_q, of_d_out, of_k, of_v, staged = rings
+    of_q, d_outs, of_k, of_v, staged = rings
     qs, q_full, q_empty = of_q
-    d_outs, _, _ = of_d_out
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
     start_p, end_p, stop, table, stops = mask
@@ -141,13 +139,13 @@ def query_gradient(
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`."""
     of_q = new_ring(q, 2, 1)
-    of_d_out = new_ring(d_out, 2, 1)
+    d_outs = gl.allocate_shared_memory(d_out.dtype, [2] + d_out.block_shape, d_out.layout)
     of_k = new_ring(k, STAGES, 2)
     of_v = new_ring(v, STAGES, 2)
     staged = gl.allocate_shared_memory(grad_q.dtype, [2] + grad_q.block_shape, grad_q.layout)
     fence_async_shared()
     barrier()
-    rings = of_q, of_d_out, of_k, of_v, staged
+    rings = of_q, d_outs, of_k, of_v, staged
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     mask = start, end, stop, table, stops

@@ -34,7 +34,11 @@ reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpre
 
 @gluon.jit
 def new_barriers(N: gl.constexpr, READERS: gl.constexpr = 1):
-    """Two times N barriers: of what has come, and of what may be written again, once all READERS have arrived."""
+    """Two times N barriers: of what has come, and of what may be written again, once all READERS have arrived.
+
+    A kernel has to use all that it makes: the compiler gives the memory of others to blocks, and a Hopper GPU writes to
+    where a barrier was when it switches between processes.
+    """
     full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(N):
