@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shlex
 
 import pytest
@@ -18,7 +19,7 @@ def pytest_configure(config):
 
     Most of the time of its tests on a CPU was compilation, which takes a third of it with the flags.
     """
-    if config.option.markexpr != "gpu":
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
         flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()

@@ -36,8 +36,6 @@ from onchip.vocab.xla.tiles import XlaProjection
 # Best first, by platform.
 BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
 Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
-# Why "auto" leaves a linear layer of some ops to plain JAX.
-NOT_RUN_SPLIT = "with a split vocabulary it has not run on a GPU yet"
 MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic}
 ROWS: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic_rows}
 """The ways for logits that exist already, whose gradients are of these.  They have `of_logits`, which makes the source
@@ -50,12 +48,8 @@ def refusals(
     weight_layout: WeightLayout = "vh",
     strategy: str = "auto",
     shard: Shard | None = None,
-    *,
-    tried: bool = True,
 ) -> dict[str, str | None]:
-    """Why each backend of the platform, best first, can't serve a call, or None; `problem` is this device's.  `tried`:
-    whether the op's kernels are to run a split vocabulary.
-    """
+    """Why each backend of the platform, best first, can't serve a call, or None; `problem` is this device's."""
     names = BACKENDS.get(platform, ("xla",))
     made = {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
     if shard is None:
@@ -68,8 +62,6 @@ def refusals(
             "it takes padding of a split vocabulary only without softcap, label_smoothing and labels for every entry; "
             "leave those out, or pass backend='xla'"
         )
-    elif not tried:
-        split["mosaic_gpu"] = NOT_RUN_SPLIT
     return {name: split.get(name, reason) for name, reason in made.items()}
 
 

@@ -52,7 +52,6 @@ from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_jsd import jax_walk, mosaic_walk
 from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, none_of, plan, stashes
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
-from onchip.vocab.jax_ways import NOT_RUN_SPLIT
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import Columns, XlaProjection, cut
@@ -406,10 +405,6 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
     static = static if static.shard is None else static._replace(size=static.shard.size)
     rows = tuple(map(flat, models))
     refused = {"mosaic_gpu": mosaic_walk.refusal(static, rows, constants), "xla": None}
-    if static.backend == "auto" and constants.indices is not None:
-        refused["mosaic_gpu"] = "with a top-k teacher its time is not known yet"
-    if static.backend == "auto" and static.shard is not None and isinstance(student, XlaProjection):
-        refused["mosaic_gpu"] = NOT_RUN_SPLIT
     if static.backend == "auto" and refused["mosaic_gpu"] is None:
         try:
             of_student = jax.tree.map(lambda _: True, rows[0]), none_of(rows)[1]

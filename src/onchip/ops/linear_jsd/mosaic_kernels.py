@@ -42,9 +42,9 @@ class Tuning(NamedTuple):
 
 # By the bytes of a logit, the wider one of two models': the fastest that were tried on an H200.
 TUNING = {
-    ("softmax", 2): Tuning(32, 512, 8),
+    ("softmax", 2): Tuning(32, 1024, 8),
     ("softmax", 4): Tuning(16, 256, 8),
-    ("terms", 2): Tuning(16, 256, 4, early=True),
+    ("terms", 2): Tuning(16, 512, 4, early=True),
     ("terms", 4): Tuning(8, 128, 8),
     ("gradients", 2): Tuning(16, 128, 6),
     ("gradients", 4): Tuning(16, 64, 4),

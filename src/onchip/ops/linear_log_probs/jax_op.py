@@ -446,8 +446,7 @@ def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogPr
         static, layer = parallel.split_as(static, of.vocab), of.flat()
         constants = given.by_token(len(layer.hidden))
         problem = problem_of(static, layer, constants, XlaProjection(True, True, layer.bias is not None))
-        by_name = static.backend != "auto"
-        refused = jax_ways.refusals(problem, static.platform, layer.layout, shard=static.shard, tried=by_name)
+        refused = jax_ways.refusals(problem, static.platform, layer.layout, shard=static.shard)
         elsewhere = () if static.shard else ("triton",)
         return static._replace(backend=choose_backend(OP, static.backend, refused, elsewhere)), layer, constants
     tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
