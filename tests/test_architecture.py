@@ -35,7 +35,7 @@ def test_every_folder_is_an_op_that_is_registered_with_its_entries():
         assert isinstance(op.entry("checks:CHECKER"), Checker)
         assert callable(op.entry("checks:plain_refusals"))
         assert isinstance(op.entry("plan:PLAN"), PlannedOp)
-        assert not op.warms_up or op.entry("warm_up:CALLS")
+        assert not op.warms_up or op.entry("CALLS")
         assert all((DOCS / kind / f"{op.name}.md").exists() for kind in ("ops", "internals"))
         assert any(
             isinstance(getattr(op.entry("bench"), name, None), harness.BenchedOp) for name in ("TORCH", "JAX", "WORLD")
@@ -62,7 +62,6 @@ def test_no_two_classes_have_one_name():
 
 # The checks import cases.py and reference.py too.
 OF_OPS = [f"onchip.ops.{op}.{entry}" for op in OPS for entry in ("bench", "checks", "plan")]
-OF_OPS += [f"onchip.ops.{op}.warm_up" for op in OPS if OPS[op].warms_up]
 PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem",
             "onchip.collectives.problem"]  # fmt: skip
 
@@ -70,7 +69,7 @@ PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [
-        (["onchip", *PLANNERS, *(f"onchip.ops.{op}.spec" for op in OPS if OPS[op].loss)], ["torch", "jax", "numpy"]),
+        (["onchip", *PLANNERS, *(f"onchip.ops.{op}" for op in OPS if OPS[op].loss)], ["torch", "jax", "numpy"]),
         (["onchip.cli", "onchip.plan", *OF_OPS, "onchip.oracle.checks"], ["torch", "jax"]),
         (["onchip.cli"], ["matplotlib", "plotly"]),
         (["onchip.torch"], ["jax", "triton", "matplotlib", "plotly", "typer", "rich"]),

@@ -6,7 +6,8 @@ The folder `onchip/ops/<name>/` has these modules.  Each is imported when it is 
 - `bench.py`: `TORCH` and `JAX`, the benchmark with its steps and peers, and `WORLD`, its version for several
   processes; an op may lack some of these;
 - `plan.py`: `PLAN`, the backends and costs that `onchip plan` shows;
-- `warm_up.py`: `CALLS`, functions of `onchip.torch`, with inputs for which they compile their kernels.
+- the folder's `__init__.py`, beside the op's maths, options and checks of shapes: `CALLS`, functions of `onchip.torch`,
+  with inputs for which `warm_up` compiles their kernels.
 """
 
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ class Op:
     loss: bool = False
     """Whether it is a loss over a vocabulary."""
     warms_up: bool = True
-    """Whether it has a `warm_up.py`."""
+    """Whether it has `CALLS`."""
 
     def entry(self, path: str) -> Any:
-        """The object at "module:name", or the module "module", in the op's folder."""
+        """The object at "module:name", the module "module", or the object "name" of the op's `__init__.py`."""
         return resolve_name(f"onchip.ops.{self.name}.{path}")
 
 

@@ -8,7 +8,7 @@ import torch
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.fp8.torch_quantize import TorchQuantized, empty
 from onchip.kernels.triton.launch import Launch
-from onchip.ops.linear_cross_entropy.spec import LinearCrossEntropyOptions
+from onchip.ops.linear_cross_entropy import LinearCrossEntropyOptions
 from onchip.vocab.fp8 import launches as fp8_launches
 from onchip.vocab.fp8.torch import LogitsCall, LogitsGradient
 from onchip.vocab.torch.loss import LossOutputs

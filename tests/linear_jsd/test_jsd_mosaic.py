@@ -14,12 +14,11 @@ from linear_cross_entropy.small_mosaic import INTERPRETER, reference_to
 from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.jax import jsd, linear_jsd
-from onchip.ops.linear_jsd import jax_op, memory, mosaic_kernels, mosaic_walk
+from onchip.ops.linear_jsd import JsdOptions, jax_op, memory, mosaic_kernels, mosaic_walk
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
 from onchip.ops.linear_jsd.mosaic_kernels import JsdHard, Tuning
-from onchip.ops.linear_jsd.spec import JsdOptions
 from shard_map_lowering import kernels
 from shared import assert_within_bounds
 

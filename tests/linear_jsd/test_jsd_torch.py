@@ -14,11 +14,10 @@ from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_parallel import WHOLE
-from onchip.ops.linear_jsd import memory
+from onchip.ops.linear_jsd import JsdOptions, memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
-from onchip.ops.linear_jsd.spec import JsdOptions
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, JsdModel
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import losses_and_gradients

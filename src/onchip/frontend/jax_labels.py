@@ -11,7 +11,7 @@ from onchip.frontend import topk
 from onchip.frontend.jax_inputs import check_arrays, is_array, unsplit
 from onchip.frontend.jax_types import LossStats
 from onchip.frontend.jax_values import check_factors, checked_labels, log_probs_or_nan, plain_labels
-from onchip.frontend.options import check_head, check_logits, check_tokens, shapes_of
+from onchip.frontend.options import shapes_of
 from onchip.frontend.topk import TopK
 
 # So that it can be an argument of a jitted function: its words are static.
@@ -42,15 +42,7 @@ def check_labels(op: str, given: Mapping[str, Any], name: str, of: str) -> bool:
         soft = {name: target}
     arrays = check_arrays(op, given, soft)
     shapes = shapes_of({x: array for x, array in arrays.items() if x != "class_weight"})
-    if of == "hidden":
-        vocab = check_head(op, shapes, layout=given["weight_layout"])
-    else:
-        check_logits(op, shapes)
-        vocab = shapes[of][-1]
-    if soft is None:
-        check_tokens(op, shapes, name, of)
-    else:
-        topk.check_label_shapes(op, name, shapes, of, vocab)
+    topk.check_loss_shapes(op, name, shapes, of, soft=soft is not None, layout=given.get("weight_layout"))
     return soft is not None
 
 

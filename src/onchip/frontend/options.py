@@ -263,13 +263,14 @@ def check_head(op: str, shapes: Shapes, *, layout: str | None = None, whose: str
     return vocab
 
 
-def check_logits(op: str, shapes: Shapes) -> None:
-    """Raise ValueError unless logits are [..., V]."""
+def check_logits(op: str, shapes: Shapes) -> int:
+    """Raise ValueError unless logits are [..., V]; return V."""
     logits = shapes["logits"]
     if len(logits) < 1:
         raise ValueError(f"{op}: logits must be [..., V]; got no dimension")
     if logits[-1] < 1:
         raise ValueError(f"{op}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
+    return logits[-1]
 
 
 def one_target(op: str, target: Any, labels: Any, *, needed: bool = True, name: str = "target") -> tuple[str, Any]:
@@ -293,12 +294,16 @@ def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
             f"{op}: {target} has shape {list(tokens)} but {of} has shape {list(shapes[of])}; "
             f"{target} must have {possessive(of)} leading dimensions, {list(leading)}"
         )
+    check_by_token(op, shapes, tokens, f"{possessive(target)} shape")
+
+
+def check_by_token(op: str, shapes: Shapes, tokens: tuple[int, ...], what: str) -> None:
+    """Raise ValueError unless token weights and temperatures have the shape `tokens`, which `what` says in words; a
+    temperature may be one for all."""
     for name in ("token_weight", "temperature"):
         shape = shapes.get(name, tokens)
         if shape != tokens and not (name == "temperature" and shape == ()):
-            raise ValueError(
-                f"{op}: {name} has shape {list(shape)}; it must have {possessive(target)} shape, {list(tokens)}"
-            )
+            raise ValueError(f"{op}: {name} has shape {list(shape)}; it must have {what}, {list(tokens)}")
 
 
 def raise_for_label(

@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
-from onchip.frontend.options import check_class_weight, possessive
+from onchip.frontend.options import (
+    check_by_token,
+    check_class_weight,
+    check_head,
+    check_logits,
+    check_tokens,
+    possessive,
+)
 
 OF_LABELS = ("probs", "log_probs")
 WORDS = {"kind": ("log_probs", "logits", "probs"), "rest": ("tail", "truncated", "renormalised")}
@@ -93,10 +100,23 @@ def check_labels(op: str, name: str, target: TopK[Any]) -> None:
         )
 
 
+def check_loss_shapes(
+    op: str, name: str, shapes: Mapping[str, Shape], of: str, *, soft: bool, layout: str | None = None
+) -> None:
+    """Raise ValueError unless the shapes of a cross-entropy's arguments are right, for ids or `soft` labels called
+    `name`: `of` names what has the tokens, "hidden" or "logits", and `layout` is as in `check_head`."""
+    vocab = check_head(op, shapes, layout=layout) if of == "hidden" else check_logits(op, shapes)
+    if soft:
+        check_label_shapes(op, name, shapes, of, vocab)
+    else:
+        check_tokens(op, shapes, name, of)
+    check_class_weight(op, shapes, vocab)
+
+
 def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str, vocab: int) -> None:
     """Raise ValueError unless soft labels are [..., V], or [..., K] twice, and what goes with them has its shape.
 
-    class_weight is [V], and what is by token [...].  `name` is the front end's word for targets, and `of` names what
+    What is by token is [...].  `name` is the front end's word for targets, and `of` names what
     has the leading dimensions.
     """
     leading = shapes[of][:-1]
@@ -117,14 +137,7 @@ def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str,
             f"{op}: {name}.indices has shape {list(indices)} but values has {list(values)}; they must have the same "
             "shape"
         )
-    check_class_weight(op, shapes, vocab)
-    for factor in ("token_weight", "temperature"):
-        shape = shapes.get(factor, leading)
-        if shape != leading and not (factor == "temperature" and shape == ()):
-            raise ValueError(
-                f"{op}: {factor} has shape {list(shape)}; it must have {possessive(of)} leading dimensions, "
-                f"{list(leading)}"
-            )
+    check_by_token(op, shapes, leading, f"{possessive(of)} leading dimensions")
 
 
 def refuse_options(op: str, options: Any) -> None:

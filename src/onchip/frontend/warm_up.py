@@ -32,7 +32,7 @@ class WarmUpCall(NamedTuple):
 
 def calls() -> dict[str, WarmUpCall]:
     """The calls of all ops, by the function's name in `onchip.torch`."""
-    return {name: call for op in OPS.values() if op.warms_up for name, call in op.entry("warm_up:CALLS").items()}
+    return {name: call for op in OPS.values() if op.warms_up for name, call in op.entry("CALLS").items()}
 
 
 def head(s: Sizes, make: Make) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from onchip.integrations.patched_classes import derived, is_derived, own_class, 
 from onchip.integrations.transformers_attention import register_attention as register_attention
 from onchip.integrations.transformers_experts import register_experts as register_experts
 from onchip.integrations.transformers_heads import called, head_refusal, linear_of, origins, product
-from onchip.ops.linear_cross_entropy.spec import Precision
+from onchip.ops.linear_cross_entropy import Precision
 from onchip.torch import LinearCrossEntropyLoss
 
 # Libraries whose forwards compute a loss of their own, and the remedy for each.

@@ -1,1 +1,1 @@
-"""One folder per op: the contract (reference.py), the options (spec.py), and one file per front end."""
+"""One folder per op: the maths and options (__init__.py), the oracle, and one file per front end."""

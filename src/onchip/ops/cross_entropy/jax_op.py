@@ -30,7 +30,7 @@ from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
+from onchip.ops.cross_entropy import OP, CrossEntropyOptions
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.jax_ways import ROWS, Backend, each, row_plan, row_refusals
 from onchip.vocab.rows.memory import RowsProblem

@@ -9,8 +9,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import graph_is_kept
 from onchip.frontend.torch_inputs import LOSS_DTYPES
-from onchip.ops.cross_entropy import spec
-from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
+from onchip.ops.cross_entropy import OP, CrossEntropyOptions, may_overlap
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows.call import RowsCall
 from onchip.vocab.torch import dense, labels, loss
@@ -148,7 +147,7 @@ def check_inplace(logits: Tensor) -> None:
             f"{OP}: inplace_backward=True would overwrite logits that are a view of a leaf of shape "
             f"{list(logits._base.shape)}; {remedy}"
         )
-    if spec.may_overlap(logits.shape, logits.stride()):
+    if may_overlap(logits.shape, logits.stride()):
         raise ValueError(
             f"{OP}: inplace_backward=True needs logits whose elements each have a place of their own in memory; got "
             f"shape {list(logits.shape)} with strides {list(logits.stride())} (expanded?); {remedy}"

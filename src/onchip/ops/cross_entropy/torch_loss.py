@@ -17,7 +17,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
-from onchip.ops.cross_entropy.spec import OP
+from onchip.ops.cross_entropy import OP
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, CrossEntropyKept, CrossEntropyOutputs
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows import walk

@@ -25,8 +25,7 @@ from onchip.frontend.torch_parallel import WHOLE, OfShardedLogits, Sharding, loc
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.cross_entropy import spec
-from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
+from onchip.ops.cross_entropy import OP, CrossEntropyOptions
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, check_inplace
 from onchip.ops.cross_entropy.torch_loss import LOSS
 from onchip.vocab.rows.launches import layout_refusal, refusal
@@ -195,7 +194,8 @@ def cross_entropy(
     tau = temperature_tensor(OP, temperature)
     tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, tau, soft=soft)
     shapes = shapes_of(tensors)
-    spec.check_labels(shards.whole(shapes, tuple(by_entry), dim=-1) if shards.there else shapes, soft=soft)
+    shapes = shards.whole(shapes, tuple(by_entry), dim=-1) if shards.there else shapes
+    topk.check_loss_shapes(OP, "target", shapes, "logits", soft=soft)
     check_class_weight(OP, tensors, "logits")
     options = CrossEntropyOptions(
         shift=shift,

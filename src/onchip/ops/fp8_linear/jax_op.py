@@ -19,7 +19,7 @@ from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, Roles
 from onchip.frontend.jax_spread import by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_one_of
-from onchip.ops.fp8_linear import spec
+from onchip.ops.fp8_linear import check_shapes
 
 WeightLayout = Literal["nk", "kn"]
 LAYOUTS = get_args(WeightLayout)
@@ -87,7 +87,7 @@ def fp8_linear(
     if weight_layout == "kn" and weight.ndim != 2:
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
-    spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
+    check_shapes(x.shape, shape, None if bias is None else bias.shape)
     layer = _Fp8LinearLayer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias)))
     roles = Roles(_Fp8LinearLayer(BY_TOKEN, WHOLE, None if bias is None else WHOLE), None, BY_TOKEN)
     static = _Fp8LinearStatic(chosen, options, weight_layout)

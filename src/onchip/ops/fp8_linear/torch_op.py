@@ -29,7 +29,7 @@ from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import autocast_dtype, check_kinds, check_weight_grad_out, require_tensors
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_repeat import repeatable
-from onchip.ops.fp8_linear import spec
+from onchip.ops.fp8_linear import check_shapes
 
 BACKENDS = ("scaled_mm", "triton", "dequantize")
 Backend = Literal["auto", "scaled_mm", "triton", "dequantize"]
@@ -107,7 +107,7 @@ def fp8_linear(
     given = x.x if isinstance(x, QuantizedActivation) else x
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     check_kinds(OP, require_tensors(OP, {"x": given, "weight": matrix, "bias": bias}, ("bias",)), integers=())
-    spec.check_shapes(given.shape, matrix.shape, None if bias is None else bias.shape)
+    check_shapes(given.shape, matrix.shape, None if bias is None else bias.shape)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)

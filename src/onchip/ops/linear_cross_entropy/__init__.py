@@ -19,3 +19,32 @@ softcap.
 
 The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from onchip.frontend.options import LossOptions, check_options
+from onchip.frontend.warm_up import WarmUpCall, head, ids
+
+OP = "linear_cross_entropy"
+Strategy = Literal["auto", "stash", "recompute"]
+STRATEGIES = get_args(Strategy)
+Precision = Literal["full", "fp8"]
+PRECISIONS = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropyOptions(LossOptions):
+    """The options that are plain numbers, words and flags; making it checks them."""
+
+    shift: bool = False
+    strategy: str = "auto"
+    precision: str = "full"
+
+    def __post_init__(self) -> None:
+        check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
+
+
+CALLS = {
+    "linear_cross_entropy": WarmUpCall(("hidden", "vocab"), lambda s, make: head(s, make) | {"target": ids(s, make)}),
+}

@@ -21,7 +21,7 @@ from onchip.frontend.torch_inputs import DTYPES, torch_refusal
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_refusal
-from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions
+from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.fp8 import memory, walk

@@ -35,7 +35,7 @@ from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WeightLayo
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Strategy
+from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions, Strategy
 from onchip.vocab.jax_ways import MODULES, Backend, each, refusals
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import parallel

@@ -13,7 +13,7 @@ from torch import Tensor
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.ops.linear_cross_entropy import OP
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab.torch import dense, walk
 from onchip.vocab.torch.call import OF_LAYER

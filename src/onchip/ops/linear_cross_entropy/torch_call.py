@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
-from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions
+from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions
 from onchip.vocab import memory
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import labels as labels_of

@@ -34,8 +34,15 @@ from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Shardi
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, triton_op
-from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Precision, Strategy
+from onchip.ops.linear_cross_entropy import (
+    OP,
+    LinearCrossEntropyOptions,
+    Precision,
+    Strategy,
+    fp8_op,
+    plain_op,
+    triton_op,
+)
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch.dense import SENT
@@ -263,7 +270,8 @@ def linear_cross_entropy(
     shapes = shapes_of(tensors)
     if shards.there:
         shapes = shards.whole(shards.whole(shapes, ("weight", "bias"), ("hidden",)), tuple(by_entry), dim=-1)
-    leading = spec.check_labels(shapes, soft=soft)
+    topk.check_loss_shapes(OP, "target", shapes, "hidden", soft=soft)
+    leading = shapes["hidden"][:-1]
     check_class_weight(OP, tensors, "weight")
     options = LinearCrossEntropyOptions(
         shift=shift,

@@ -18,7 +18,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.ops.linear_cross_entropy import OP
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import reduce_losses

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd import reference
+from onchip.ops.linear_jsd import OP, JsdOptions, reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase, JsdInputs, make_inputs
-from onchip.ops.linear_jsd.spec import OP, JsdOptions
 from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, kernel_refusals, op_in, plain_reduction
 
 # Half the distance between neighbouring numbers, relative to them.

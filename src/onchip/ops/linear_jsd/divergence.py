@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd.spec import JsdOptions
+from onchip.ops.linear_jsd import JsdOptions
 
 Array = Any
 

@@ -49,9 +49,8 @@ from onchip.frontend.jax_values import check_distinct, check_factors, kept_token
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_jsd import jax_walk, mosaic_walk
+from onchip.ops.linear_jsd import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, jax_walk, mosaic_walk, named_arrays
 from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, none_of, plan, stashes
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import Columns, XlaProjection, cut

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from onchip.frontend.jax_call import IGNORED, vary_alike
 from onchip.frontend.options import LossTerms
 from onchip.frontend.topk import TopK
+from onchip.ops.linear_jsd import JsdOptions, memory
 from onchip.ops.linear_jsd import divergence as formulas
-from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_gradient
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
-from onchip.ops.linear_jsd.spec import JsdOptions
 from onchip.vocab.loss import at_entry
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import (

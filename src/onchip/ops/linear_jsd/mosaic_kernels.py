@@ -21,8 +21,8 @@ from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.strips import THREADS, Strips
+from onchip.ops.linear_jsd import JsdOptions
 from onchip.ops.linear_jsd.divergence import NEAR, nearly_equal
-from onchip.ops.linear_jsd.spec import JsdOptions
 
 # Log-probabilities are at least this, so that no difference of two is NaN; one above INFINITE tells that one of the two
 # probabilities is 0.

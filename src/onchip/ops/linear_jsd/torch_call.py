@@ -12,8 +12,8 @@ from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator, copied_rows, 
 from onchip.frontend.torch_labels import check_log_probs
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Wanted
+from onchip.ops.linear_jsd import JsdOptions
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
-from onchip.ops.linear_jsd.spec import JsdOptions
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import Layer

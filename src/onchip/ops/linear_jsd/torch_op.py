@@ -22,8 +22,17 @@ from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, Sharding, Shards
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_jsd import memory, plain_op, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
+from onchip.ops.linear_jsd import (
+    LOGITS_OP,
+    OP,
+    PARTS,
+    JsdOptions,
+    check_shapes,
+    memory,
+    named_arrays,
+    plain_op,
+    triton_op,
+)
 from onchip.ops.linear_jsd.torch_call import JsdCall, JsdModel
 
 # The order of preference of "auto".

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from onchip.ops.linear_log_probs import reference
+from onchip.ops.linear_log_probs import WantedOutputs, reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
-from onchip.ops.linear_log_probs.spec import WantedOutputs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
 
 

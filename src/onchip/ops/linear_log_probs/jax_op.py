@@ -34,8 +34,7 @@ from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, one_target, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_log_probs import spec
-from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
+from onchip.ops.linear_log_probs import LOGITS_OP, OP, LogProbsOptions, WantedOutputs, check_shapes
 from onchip.vocab import jax_ways
 from onchip.vocab.jax_ways import Backend
 from onchip.vocab.memory import Problem
@@ -389,7 +388,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     check_axis(OP, axis, None if on_mesh else given["vocab_size"])
     hidden, ids, layout = given["hidden"], given["ids"], given["weight_layout"]
     check_layout(OP, layout)
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), layout)
+    check_shapes(shapes_of(check_arrays(OP, given)), layout)
     layer, leading = XlaProjection.of(hidden, given["weight"], given["bias"], layout), hidden.shape[:-1]
     tokens, dtype = math.prod(leading), accumulator(dtype_of(hidden))
     options: LogProbsOptions = options_of(OP, LogProbsOptions, given, tokens * layer.vocab)
@@ -453,7 +452,7 @@ def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogPr
     static, constants = parallel.split_as(static, vocab), given.by_token(tokens)
     logits = of.reshape(tokens, vocab)
     refused = jax_ways.row_refusals(_rows(static, logits, constants, True), static.platform)
-    return static._replace(backend=choose_backend(spec.LOGITS_OP, static.backend, refused)), logits, constants
+    return static._replace(backend=choose_backend(LOGITS_OP, static.backend, refused)), logits, constants
 
 
 def returned(
@@ -473,7 +472,7 @@ def forward(
 ) -> tuple[WantedOutputs, Planned | None]:
     """The outputs for a layer, or for logits [T, V], and what backward needs."""
     if static.shard is not None:
-        static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
+        static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else LOGITS_OP, needs)
     backend, plan, call = _planned(static, needs, of, constants)
     stats, _, saved = jax_ways.each(backend, partial(backend.forward, plan, wanted_of(static.options), needs))(call)
     # Logits are kept as the caller gave them: for 16-bit ones `call.source` may be a copy.
@@ -526,7 +525,7 @@ def _rows(static: Static, logits: jax.Array, constants: tuple[jax.Array, Transfo
     """The problem of a call with logits [T, V]."""
     on, (tokens, vocab) = "cpu" if static.platform == "cpu" else "cuda", logits.shape
     asked = _asked(static.options, constants)
-    return RowsProblem(tokens, vocab, logits.dtype.name, on, needed, op=spec.LOGITS_OP, **asked)
+    return RowsProblem(tokens, vocab, logits.dtype.name, on, needed, op=LOGITS_OP, **asked)
 
 
 def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
@@ -548,7 +547,7 @@ def resume(static: Static, needs: Any, kept: XlaTokenStats, of: Any, constants: 
 
 
 BETWEEN = Between(resumable=lambda static: static._replace(recompute=True), keep=keep, resume=resume)
-OPERATOR = with_gradients_on_mesh(f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device, BETWEEN)
+OPERATOR = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device, BETWEEN)
 
 
 def of_no_tokens(dtype: Any) -> WantedOutputs:

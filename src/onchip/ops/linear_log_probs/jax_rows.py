@@ -23,7 +23,7 @@ from onchip.frontend.jax_types import Array, Number
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, one_target, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_log_probs import spec
+from onchip.ops.linear_log_probs import LOGITS_OP, LogitsOptions, check_logits_shapes
 from onchip.ops.linear_log_probs.jax_op import (
     OF_GIVEN,
     OPERATOR,
@@ -35,7 +35,6 @@ from onchip.ops.linear_log_probs.jax_op import (
     of_no_tokens,
     returned,
 )
-from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.vocab.jax_ways import ROWS, Backend
 from onchip.vocab.xla.parallel import check_axis, shard_of
 
@@ -147,7 +146,7 @@ def log_probs(
     ids = one_target(LOGITS_OP, ids, labels, name="ids")[1]
     given = {name: x for name, x in locals().items() if name != "labels"}
     check_axis(LOGITS_OP, axis_name, vocab_size, "logits")
-    spec.check_logits_shapes(shapes_of(check_arrays(LOGITS_OP, given)))
+    check_logits_shapes(shapes_of(check_arrays(LOGITS_OP, given)))
     options = options_of(LOGITS_OP, LogitsOptions, given, logits.size)
     dtype = accumulator(dtype_of(logits))
     numbers = checked_numbers(LOGITS_OP, options, given, dtype)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_log_probs.spec import OP
+from onchip.ops.linear_log_probs import OP
 from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsPlainOutputs, asked_by, gradient_by_outputs
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import OF_LAYER

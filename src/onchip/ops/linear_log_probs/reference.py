@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_log_probs.spec import WantedOutputs
+from onchip.ops.linear_log_probs import WantedOutputs
 from onchip.oracle.reference import Linear, Logits, blocks, transform, with_gradients
 
 

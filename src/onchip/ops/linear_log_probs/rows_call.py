@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
+from onchip.ops.linear_log_probs import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_call import LogProbsPlainOutputs, asked_by, gradient_by_outputs
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows import walk

@@ -10,7 +10,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made
-from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions
+from onchip.ops.linear_log_probs import OP, LogProbsOptions
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall

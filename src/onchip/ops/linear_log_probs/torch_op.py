@@ -25,8 +25,7 @@ from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShardedLogits,
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_log_probs import plain_op, spec, triton_op
-from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions
+from onchip.ops.linear_log_probs import OP, LogProbsOptions, check_shapes, plain_op, triton_op
 from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsOutputs
 from onchip.vocab import memory
 from onchip.vocab.torch.parallel import sent_bytes
@@ -264,7 +263,7 @@ def linear_log_probs(
     token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
     shapes = shapes_of(tensors)
-    spec.check_shapes(shards.whole(shapes, ("weight", "bias"), ("hidden",)) if shards.there else shapes)
+    check_shapes(shards.whole(shapes, ("weight", "bias"), ("hidden",)) if shards.there else shapes)
     options = LogProbsOptions(
         shift=shift,
         ignore_index=ignore_index,

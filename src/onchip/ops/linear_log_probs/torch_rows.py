@@ -15,9 +15,8 @@ from onchip.frontend.torch_parallel import WHOLE, Sharding, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_log_probs import spec
+from onchip.ops.linear_log_probs import LOGITS_OP, LogitsOptions, check_logits_shapes
 from onchip.ops.linear_log_probs.rows_call import LOG_PROBS, LogProbsRowsCall
-from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_op import (
     EitherOfLogits,
     JustLogProbOfLogits,
@@ -128,7 +127,7 @@ def log_probs(
     token_temperature = temperature_tensor(LOGITS_OP, temperature)
     tensors = check_tensors(LOGITS_OP, logits=logits, ids=ids, temperature=token_temperature)
     shapes = shapes_of(tensors)
-    spec.check_logits_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1))
+    check_logits_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1))
     options = LogitsOptions(
         ignore_index=ignore_index,
         softcap=softcap,

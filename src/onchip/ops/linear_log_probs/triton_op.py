@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_log_probs.spec import OP
+from onchip.ops.linear_log_probs import OP
 from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsOutputs, LogProbsPlainOutputs, asked_by
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import setup, shards
