@@ -85,7 +85,7 @@ for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (OF_LOGITS, OF_LOGIT
             if not _case.name.startswith(QUICK) or _chosen is not _loss:
                 SLOW.add(f"case-{_case}-{_chosen}")
 for _name in ("per token", "everything"):
-    _case = next(small(case) for case in ROWS.cases.CHECK_CASES if case.name == _name)
+    _case = next(small(case) for case in ROWS.checks.CHECK_CASES if case.name == _name)
     CHECKS[f"case-{_name}-float16"] = partial(IN_PLACE.assert_case, _case, torch.float16)
 
 

@@ -10,12 +10,12 @@ from launched import recorded
 from onchip import masks
 from onchip.attention.masks import mask_arrays
 from onchip.ops.attention import cases as attention_cases
-from onchip.ops.cross_entropy import cases as logits_cases
+from onchip.ops.cross_entropy import checks as logits_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.grouped_matmul import cases as grouped_cases
-from onchip.ops.linear_cross_entropy import cases as head_cases
-from onchip.ops.linear_jsd import cases as jsd_cases
-from onchip.ops.linear_log_probs import cases as log_probs_cases
+from onchip.ops.linear_cross_entropy import checks as head_cases
+from onchip.ops.linear_jsd import checks as jsd_cases
+from onchip.ops.linear_log_probs import checks as log_probs_cases
 from onchip.torch import (
     TopK,
     all_gather_matmul,

@@ -266,7 +266,7 @@ def small_losses_keep_their_digits(loss):
         return
     for prob, ids in ((0.999, 0), (0.9999999, 3 * loss.of_ids)):
         case = loss.case("peaked", 64 if loss.backend == "plain" else 6, 64, 500, target_prob=prob, ids=ids)
-        inputs = loss.cases.make_inputs(case)
+        inputs = loss.checks.make_inputs(case)
         if ids:  # the others would hide the gradient of the first
             inputs.grad_log_prob[:, 1:] = 0
             inputs.ids[:, ids - 1] = (inputs.ids[:, 0] + 1) % 500

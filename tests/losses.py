@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared
-from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.cross_entropy import checks as ce_checks
-from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.ops.linear_cross_entropy import checks as lce_checks
-from onchip.ops.linear_log_probs import cases as llp_cases
 from onchip.ops.linear_log_probs import checks as llp_checks
 from onchip.oracle.torch import as_array, computed
 from onchip.torch import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
@@ -38,7 +35,6 @@ class Loss:
     """An op, the options of each of its calls, and where it runs."""
 
     op: Callable
-    cases: ModuleType
     checks: ModuleType
     options: Mapping = field(default_factory=dict)
     backend: str = "plain"
@@ -151,7 +147,7 @@ class Loss:
     def case(self, name, tokens, hidden, vocab, **more):
         """A case of these sizes; `hidden` and a bias are for the linear ones."""
         sizes = (tokens, vocab) if self.op is cross_entropy else (tokens, hidden if self.linear else 0, vocab)
-        made = type(self.cases.CHECK_CASES[0])
+        made = type(self.checks.CHECK_CASES[0])
         options = more.pop("options", {})
         if self.of_ids:
             names = ("softcap", "logit_scale", "temperature", "ignore_index")
@@ -184,10 +180,10 @@ def assert_near(name, made, expected, scale=1.0, bound=None):
     assert float((a - b).norm()) <= limit, (name, float((a - b).norm()), limit, made, expected)
 
 
-LCE = Loss(linear_cross_entropy, lce_cases, lce_checks)
-CE = Loss(cross_entropy, ce_cases, ce_checks)
-LLP = Loss(linear_log_probs, llp_cases, llp_checks)
-LP = Loss(log_probs, llp_cases, llp_checks)
+LCE = Loss(linear_cross_entropy, lce_checks)
+CE = Loss(cross_entropy, ce_checks)
+LLP = Loss(linear_log_probs, llp_checks)
+LP = Loss(log_probs, llp_checks)
 
 
 def losses(backend="plain", device="cpu", *, few=False):
@@ -196,7 +192,7 @@ def losses(backend="plain", device="cpu", *, few=False):
 
     def make(loss, **options):
         dtype = half if backend == "triton" and loss.linear else torch.float32
-        return Loss(loss.op, loss.cases, loss.checks, options, backend, device, dtype)
+        return Loss(loss.op, loss.checks, options, backend, device, dtype)
 
     ways = list(itertools.product(("stash", "recompute"), ("mean", "none")))
     for strategy, reduction in (ways[0], ways[3]) if few else ways:

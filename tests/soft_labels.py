@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from losses import VOCAB, assert_near
-from onchip.ops.cross_entropy.reference import soft_cross_entropy
-from onchip.ops.linear_cross_entropy.reference import soft_linear_cross_entropy
+from onchip.ops.cross_entropy.checks import soft_cross_entropy
+from onchip.ops.linear_cross_entropy.checks import soft_linear_cross_entropy
 from onchip.oracle.reference import SoftLabels
 from onchip.oracle.torch import as_array
 from onchip.torch import TopK

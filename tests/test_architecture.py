@@ -60,7 +60,7 @@ def test_no_two_classes_have_one_name():
     assert twice == {"Config", "LinearCrossEntropyLoss", "LogProbs", "LossStats"}
 
 
-# The checks import cases.py and reference.py too.
+# The checks import the cases and the oracle too.
 OF_OPS = [f"onchip.ops.{op}.{entry}" for op in OPS for entry in ("bench", "checks", "plan")]
 PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem",
             "onchip.collectives.problem"]  # fmt: skip

@@ -20,10 +20,10 @@ from onchip.bench import environment, figures, harness, report, run, torch_steps
 from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
 from onchip.ops.attention import cases as attention_cases
-from onchip.ops.cross_entropy import cases as ce_cases
+from onchip.ops.cross_entropy import checks as ce_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
-from onchip.ops.linear_cross_entropy import cases
-from onchip.ops.linear_jsd import cases as jsd_cases
+from onchip.ops.linear_cross_entropy import checks
+from onchip.ops.linear_jsd import checks as jsd_cases
 from shared import assert_fits_schema
 
 ROW = {
@@ -405,7 +405,7 @@ def test_sweeps():
     assert growth is not None
     assert "tokens, llama3.1-8b" in growth
     assert report.sweep_point("llama3.1-8b-t4096") == ("tokens, llama3.1-8b", 4096)
-    for name in (*cases.MODELS, "llama3.1-8b-zipf", "llama3.1-8b-std30"):
+    for name in (*checks.MODELS, "llama3.1-8b-zipf", "llama3.1-8b-std30"):
         assert report.sweep_point(name) is None
 
 
@@ -492,7 +492,7 @@ def test_files_of_earlier_versions_can_be_added_to():
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        (cases.SUITES["cpu"][0], {"T": 4096, "H": 1024, "V": 32768}),
+        (checks.SUITES["cpu"][0], {"T": 4096, "H": 1024, "V": 32768}),
         (ce_cases.SUITES["cpu"][0], {"T": 2048, "V": 16384}),
         (jsd_cases.SUITES["cuda"][-1], {"T": 4096, "H": 2048, "teacher_H": 4096, "V": 128256}),
         (fp8_cases.SUITES["cpu"][0], {"M": 512, "N": 768, "K": 640}),

@@ -24,7 +24,7 @@ from onchip.bench.peers import IGNORED
 from onchip.bench.run import benchmark_named, benchmark_of, run_bench
 from onchip.ops.cross_entropy import bench as cross_entropy
 from onchip.ops.linear_cross_entropy import bench as linear_cross_entropy
-from onchip.ops.linear_cross_entropy import cases as lce_cases
+from onchip.ops.linear_cross_entropy import checks as lce_cases
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
 from onchip.registry import OPS
@@ -33,7 +33,7 @@ from onchip.vocab import memory
 
 
 def case_of(op, *sizes, **more):
-    return type(import_module(f"onchip.ops.{op}.cases").CHECK_CASES[0])("small", *sizes, **more)
+    return type(import_module(f"onchip.ops.{op}.checks").CHECK_CASES[0])("small", *sizes, **more)
 
 
 # Ragged sizes, and what each op has of its own.
@@ -137,7 +137,7 @@ def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet_bench, no_libr
 
 def oracle_values(op, problem):
     """What the NumPy oracle makes of the same numbers."""
-    reference = import_module(f"onchip.ops.{op}.reference")
+    reference = import_module(f"onchip.ops.{op}.checks")
     arrays, options = [array(x) for x in problem.arrays], problem.options
     if op == "cross_entropy":
         logits, target = arrays

@@ -15,7 +15,7 @@ from emulated import emulating
 from grouped_matmul.grouped_common import GroupedCase, assert_same, oracle, problem, step, turned
 from losses import losses, mixed_plan, plan_in_forward
 from onchip.groups.triton import launches
-from onchip.ops.linear_jsd.cases import CHECK_CASES as JSD_CASES
+from onchip.ops.linear_jsd.checks import CHECK_CASES as JSD_CASES
 from onchip.ops.linear_jsd.checks import CHECKER as JSD
 from onchip.torch import fp8_linear, linear_cross_entropy
 from onchip.vocab.triton import memory, tiling, walks

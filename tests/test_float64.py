@@ -7,7 +7,7 @@ import torch
 import onchip.torch
 from float64 import as_torch, differentiable, examples
 from losses import CE, LCE, LLP, LP, Loss, nan_filled
-from onchip.ops.linear_jsd import reference
+from onchip.ops.linear_jsd import checks
 from onchip.torch import TopK
 from onchip.vocab import memory
 from onchip.vocab.memory import Problem
@@ -72,11 +72,11 @@ def options_of(loss):
 
 
 LOSSES = [
-    Loss(LCE.op, LCE.cases, LCE.checks, {"strategy": "stash", "normalizer": 7.1}),
-    Loss(LCE.op, LCE.cases, LCE.checks, {"strategy": "recompute", "reduction": "none"}),
-    Loss(CE.op, CE.cases, CE.checks, {"reduction": "none"}),
-    Loss(LLP.op, LLP.cases, LLP.checks, {"entropy": True}),
-    Loss(LP.op, LP.cases, LP.checks, {"entropy": True}),
+    Loss(LCE.op, LCE.checks, {"strategy": "stash", "normalizer": 7.1}),
+    Loss(LCE.op, LCE.checks, {"strategy": "recompute", "reduction": "none"}),
+    Loss(CE.op, CE.checks, {"reduction": "none"}),
+    Loss(LLP.op, LLP.checks, {"entropy": True}),
+    Loss(LP.op, LP.checks, {"entropy": True}),
 ]
 
 
@@ -117,7 +117,7 @@ def test_the_oracle_of_divergences(op, beta):
     leaves = {name: as_torch(x, requires_grad=True) for name, x in example.leaves.items()}
     options = example.options | {"beta": beta}
     made = getattr(onchip.torch, op)(**leaves, **{name: as_torch(x) for name, x in options.items()})
-    right = getattr(reference, op)(**example.leaves, **{n: x for n, x in options.items() if n != "teacher_grad"})
+    right = getattr(checks, op)(**example.leaves, **{n: x for n, x in options.items() if n != "teacher_grad"})
     assert_near("loss", made.detach(), right.loss)
     for name, g in zip(leaves, torch.autograd.grad(made, list(leaves.values())), strict=True):
         assert_near(name, g, getattr(right, f"grad_{name}"))

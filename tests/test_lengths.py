@@ -21,12 +21,12 @@ from onchip.frontend.torch_ahead import without_memory
 from onchip.frontend.torch_register import Operator
 from onchip.groups.triton import op as groups_op
 from onchip.kernels.triton.launch import Launch
-from onchip.ops.cross_entropy import cases as logits_cases
+from onchip.ops.cross_entropy import checks as logits_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.grouped_matmul import cases as grouped_cases
-from onchip.ops.linear_cross_entropy import cases as head_cases
-from onchip.ops.linear_jsd import cases as jsd_cases
-from onchip.ops.linear_log_probs import cases as log_probs_cases
+from onchip.ops.linear_cross_entropy import checks as head_cases
+from onchip.ops.linear_jsd import checks as jsd_cases
+from onchip.ops.linear_log_probs import checks as log_probs_cases
 from onchip.torch import (
     cross_entropy,
     fp8_linear,

@@ -122,7 +122,7 @@ def test_the_gradient_of_the_entropy_alone(std):
     """With small logits log p + H is what is left of two nearly opposite numbers."""
     loss = LOSSES[-1]
     arguments, _ = loss.checks.CHECKER.as_arguments(
-        case := loss.case("entropy", 127, 64, 2049, logit_std=std), loss.cases.make_inputs(case), torch.float32
+        case := loss.case("entropy", 127, 64, 2049, logit_std=std), loss.checks.make_inputs(case), torch.float32
     )
     given = dict(zip(("hidden", "weight", "ids"), arguments, strict=False))
     upstream = {"entropy": torch.randn(127)}

@@ -64,12 +64,12 @@ class Way:
 PYTORCH = [Way(loss) for loss in losses("plain", "cuda")]
 KERNELS = [Way(loss) for loss in losses("triton", "cuda")]
 MIXED = [
-    Way(Loss(loss.op, loss.cases, loss.checks, options, "triton", "cuda", torch.bfloat16), mixed=True)
+    Way(Loss(loss.op, loss.checks, options, "triton", "cuda", torch.bfloat16), mixed=True)
     for loss, options in ((LCE, {"reduction": "mean"}), (LLP, {"entropy": False}), (LLP, {"entropy": True}))
 ]
 MIXED.append(replace(MIXED[0], mixed=False, in_forward=True))
 FP8 = [
-    Way(Loss(LCE.op, LCE.cases, LCE.checks, {"precision": "fp8", "reduction": r}, "triton", "cuda", torch.bfloat16))
+    Way(Loss(LCE.op, LCE.checks, {"precision": "fp8", "reduction": r}, "triton", "cuda", torch.bfloat16))
     for r in ("mean", "none")
 ]
 LINEAR_KERNELS = [way for way in (*KERNELS, *MIXED) if way.loss.linear]

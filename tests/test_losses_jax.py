@@ -18,7 +18,7 @@ from shared import assert_within_bounds
 from shared_jax import assert_same, plain_logits, small_problem
 
 STRATEGIES = ("stash", "recompute")
-OF_JSD = [c for c in OPS["linear_jsd"].entry("cases:CHECK_CASES") if c.vocab < 10_000]
+OF_JSD = [c for c in OPS["linear_jsd"].entry("checks:CHECK_CASES") if c.vocab < 10_000]
 TOPK = [c for c in OF_JSD if c.teacher not in ("hidden", "logits") and c not in OF_JSD[::3]]
 NAMES = {
     "linear_cross_entropy": (),
@@ -77,11 +77,11 @@ def rows(given):
 
 
 def case_of(op, name):
-    return next(c for c in OPS[op].entry("cases:CHECK_CASES") if c.name == name)
+    return next(c for c in OPS[op].entry("checks:CHECK_CASES") if c.name == name)
 
 
 def made_case(op, *sizes, **more):
-    return type(OPS[op].entry("cases:CHECK_CASES")[0])("made", *sizes, **more)
+    return type(OPS[op].entry("checks:CHECK_CASES")[0])("made", *sizes, **more)
 
 
 def assert_right(op, case, dtype="float32", **how):
@@ -93,7 +93,7 @@ def assert_right(op, case, dtype="float32", **how):
     ("case", "strategy"),
     [
         pytest.param(case, STRATEGIES[i % 2], marks=[pytest.mark.slow] if i % 3 == 2 else [])
-        for i, case in enumerate(OPS["linear_cross_entropy"].entry("cases:CHECK_CASES"))
+        for i, case in enumerate(OPS["linear_cross_entropy"].entry("checks:CHECK_CASES"))
         if case.vocab < 10_000
     ],
 )
@@ -180,7 +180,7 @@ def test_the_largest_logit_counts_once():
     x, y = jax.random.normal(rng, (64, 129)), jnp.arange(64)
     temperature = jnp.linspace(0.3, 3, 64)
     loss = cross_entropy(x, y, temperature=temperature, reduction="none")
-    reference = OPS["cross_entropy"].entry("reference")
+    reference = OPS["cross_entropy"].entry("checks")
     assert_same(loss, reference.cross_entropy(x, y, temperature=temperature, reduction="none").loss)
 
 
@@ -191,6 +191,6 @@ def test_classes_that_weigh_nothing():
     assert loss == 0
     assert not grad.any()
     x, y, weight = x.at[..., :40].set(-jnp.inf), jnp.maximum(y, 40), jnp.ones(70).at[:40].set(0)
-    reference = OPS["cross_entropy"].entry("reference")
+    reference = OPS["cross_entropy"].entry("checks")
     oracle = reference.cross_entropy(x, y, class_weight=weight, label_smoothing=0.1)
     assert_same(cross_entropy(x, y, class_weight=weight, label_smoothing=0.1), oracle.loss)

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from losses import CE, LCE, LLP, LP, Loss
-from onchip.ops.cross_entropy.reference import cross_entropy
+from onchip.ops.cross_entropy.checks import cross_entropy
 from onchip.ops.linear_cross_entropy.checks import plain_linear_cross_entropy
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
 from onchip.oracle.checks import plain_cross_entropy
 
 PLAIN = {LCE: plain_linear_cross_entropy, CE: plain_cross_entropy, LLP: plain_linear_log_probs, LP: plain_log_probs}
-LOSSES = [LCE, CE, *(Loss(x.op, x.cases, x.checks, {"entropy": True}) for x in (LLP, LP))]
+LOSSES = [LCE, CE, *(Loss(x.op, x.checks, {"entropy": True}) for x in (LLP, LP))]
 by_op = pytest.mark.parametrize("loss", LOSSES, ids=str)
 # -inf logits have no gradient in the plain expression with label smoothing; no case has both.
 CASES = [
@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.mark.parametrize(("loss", "case"), CASES)
 def test_autograd_in_float64(loss, case):
-    inputs = loss.cases.make_inputs(case, seed=1)
+    inputs = loss.checks.make_inputs(case, seed=1)
     arguments, keywords = loss.checks.CHECKER.as_arguments(case, inputs, torch.float64)
     given = {n: x for n, x in zip(loss.checks.CHECKER.names, arguments, strict=True) if x is not None}
     plain = next(f for key, f in PLAIN.items() if key.op is loss.op)

@@ -8,7 +8,7 @@ from typing import Any
 
 from onchip.bench.report import short_name
 from onchip.bench.units import format_bytes
-from onchip.ops.linear_cross_entropy.cases import USERS
+from onchip.ops.linear_cross_entropy.checks import USERS
 
 WHAT = {
     "frozen": "frozen head",

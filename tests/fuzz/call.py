@@ -13,6 +13,7 @@ from fuzz.draw import Call, table
 from fuzz.judge import CONSTANTS, assert_right, compare
 from onchip.frontend.topk import TopK
 from onchip.oracle.checks import Check, adapter
+from onchip.registry import OPS
 
 # Options that the oracle doesn't know.
 _OWN_OPTIONS = (
@@ -41,7 +42,8 @@ def run(call: Call) -> list[Check]:
     """Compare what a call gives with the oracle; raise `Wrong` if it is out of bounds, or what the call raises."""
     framework, device, family, dtype = call["framework"], call["device"], call["op"], call["dtype"]
     op = "jsd" if call.get("student") == "logits" else family
-    cases, reference = (import_module(f"onchip.ops.{family}.{part}") for part in ("cases", "reference"))
+    parts = ("checks", "checks") if OPS[family].loss else ("cases", "reference")
+    cases, reference = (import_module(f"onchip.ops.{family}.{part}") for part in parts)
     calls, fw = import_module(f"fuzz.{framework}_calls"), adapter(framework)
     of = getattr(import_module(f"onchip.{framework}"), op)
 

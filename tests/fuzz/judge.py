@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from onchip.ops.attention import checks as attention_checks
-from onchip.ops.cross_entropy import reference as ce_reference
+from onchip.ops.cross_entropy import checks as ce_reference
 from onchip.ops.fp8_linear import checks as fp8_checks
 from onchip.ops.grouped_matmul import checks as grouped_checks
 from onchip.ops.grouped_matmul import reference as grouped_reference
 from onchip.ops.linear_jsd import checks as jsd_checks
-from onchip.ops.linear_jsd import reference as jsd_reference
-from onchip.ops.linear_log_probs import reference as llp_reference
+from onchip.ops.linear_jsd import checks as jsd_reference
+from onchip.ops.linear_log_probs import checks as llp_reference
 from onchip.oracle.checks import DEVIATIONS, Check, float32_bounds, relative_error
 from onchip.oracle.reference import Array, transform
 

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from onchip.ops.fp8_linear.reference import snr_db
-from onchip.ops.linear_cross_entropy.cases import Case, make_inputs
-from onchip.ops.linear_cross_entropy.checks import CHECKER
+from onchip.ops.linear_cross_entropy.checks import CHECKER, Case, make_inputs
 from onchip.torch import TopK, linear_cross_entropy
 
 # Of a mean over tokens, and of the gradients: what FP8 may cost.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onchip.jax import TopK, linear_cross_entropy
-from onchip.ops.linear_cross_entropy.reference import soft_linear_cross_entropy
+from onchip.ops.linear_cross_entropy.checks import soft_linear_cross_entropy
 from onchip.oracle.reference import SoftLabels
 
 # Of gradients: two roundings or three to 16 bits, of the logits' gradient, of hidden and of the result.

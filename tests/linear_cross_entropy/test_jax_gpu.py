@@ -10,7 +10,7 @@ import pytest
 from common_jax import assert_right
 
 from onchip.jax import linear_cross_entropy, sharded_linear_cross_entropy
-from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
+from onchip.ops.linear_cross_entropy.checks import CHECK_CASES, Case
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import op as mosaic_op

@@ -11,7 +11,7 @@ from common_jax import assert_right, plain, small_problem
 
 import plain_kernels
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.ops.linear_cross_entropy.checks import Case
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan

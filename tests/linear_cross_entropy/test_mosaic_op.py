@@ -10,7 +10,7 @@ import pytest
 
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
-from onchip.ops.linear_cross_entropy.cases import MODELS
+from onchip.ops.linear_cross_entropy.checks import MODELS
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import op as mosaic_op

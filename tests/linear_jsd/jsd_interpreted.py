@@ -19,8 +19,7 @@ from interpreter import main, registering
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd import triton_op
-from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
-from onchip.ops.linear_jsd.checks import CHECKER
+from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER, JsdCase
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import TopK, jsd, linear_jsd
 

@@ -10,7 +10,7 @@ import pytest
 from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import memory
-from onchip.ops.linear_jsd.cases import CHECK_CASES
+from onchip.ops.linear_jsd.checks import CHECK_CASES
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 

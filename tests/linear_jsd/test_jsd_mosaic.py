@@ -15,8 +15,7 @@ from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.jax import jsd, linear_jsd
 from onchip.ops.linear_jsd import JsdOptions, jax_op, memory, mosaic_kernels, mosaic_walk
-from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.checks import CHECKER
+from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER
 from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
 from onchip.ops.linear_jsd.mosaic_kernels import JsdHard, Tuning
 from shard_map_lowering import kernels

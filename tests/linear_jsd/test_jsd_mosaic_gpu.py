@@ -10,8 +10,7 @@ from jsd_mosaic import assert_certain_models, forget
 
 from onchip.jax import jsd, linear_jsd
 from onchip.ops.linear_jsd import memory, mosaic_walk
-from onchip.ops.linear_jsd.cases import JsdCase
-from onchip.ops.linear_jsd.checks import CHECKER
+from onchip.ops.linear_jsd.checks import CHECKER, JsdCase
 from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
 from shared import assert_within_bounds
 

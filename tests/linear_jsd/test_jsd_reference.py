@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from onchip.ops.linear_jsd import reference
+from onchip.ops.linear_jsd import checks
 from onchip.ops.linear_jsd.checks import plain_divergence
 
 BETAS = (0.0, 0.25, 0.5, 0.9, 1.0)
@@ -15,7 +15,7 @@ KNOWN = {0.25: 0.082878, 0.5: 0.089845, 0.75: 0.060931}
 @pytest.mark.parametrize("beta", KNOWN)
 def test_known_values(beta):
     z, u = np.log([[0.9, 0.1]]), np.log([[0.2, 0.8]])
-    grad = reference.jsd(z, u, beta=beta).grad_student_logits
+    grad = checks.jsd(z, u, beta=beta).grad_student_logits
     np.testing.assert_allclose(grad, [[KNOWN[beta], -KNOWN[beta]]], atol=1e-6)
 
 
@@ -43,10 +43,10 @@ def test_gradients_are_finite_differences(beta, hard_weight):
         "beta": beta, "temperature": 1.7, "temperature_squared": True, "hard_weight": hard_weight, "vocab": 6,
         "target": np.array([1, -100, 5]), "token_weight": rng.random(3), "reduction": "none",
     }  # fmt: skip
-    r = reference.jsd(z, u, grad_loss=upstream, **options)
+    r = checks.jsd(z, u, grad_loss=upstream, **options)
     for x, grad, f in (
-        (z, r.grad_student_logits, lambda x: (reference.jsd(x, u, **options).loss * upstream).sum()),
-        (u, r.grad_teacher_logits, lambda x: (reference.jsd(z, x, **options).loss * upstream).sum()),
+        (z, r.grad_student_logits, lambda x: (checks.jsd(x, u, **options).loss * upstream).sum()),
+        (u, r.grad_teacher_logits, lambda x: (checks.jsd(z, x, **options).loss * upstream).sum()),
     ):
         np.testing.assert_allclose(grad, differences(f, x), atol=1e-8)
         assert not grad[1].any()
@@ -63,16 +63,16 @@ def topk_of(u, k, rest):
 def test_top_k_gradients_are_finite_differences(beta, rest):
     z, u, _ = small()
     given = {"teacher_topk": topk_of(u, 3, rest), "beta": beta}
-    expected = differences(lambda x: reference.jsd(x, **given).loss, z)
-    np.testing.assert_allclose(reference.jsd(z, **given).grad_student_logits, expected, atol=1e-8)
+    expected = differences(lambda x: checks.jsd(x, **given).loss, z)
+    np.testing.assert_allclose(checks.jsd(z, **given).grad_student_logits, expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("rest", ["tail", "truncated", "renormalised"])
 def test_a_top_k_of_everything_is_the_full_divergence(rest):
     z, u, _ = small()
     with np.errstate(divide="ignore"):
-        part = reference.jsd(z, teacher_topk=topk_of(u, 7, rest))
-    np.testing.assert_allclose(part.loss, reference.jsd(z, u).loss, rtol=1e-12)
+        part = checks.jsd(z, teacher_topk=topk_of(u, 7, rest))
+    np.testing.assert_allclose(part.loss, checks.jsd(z, u).loss, rtol=1e-12)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -84,7 +84,7 @@ def test_heads_are_what_autograd_says(beta):
     )
     loss = plain_divergence((h @ w.T + b).log_softmax(-1), (x @ v.T + c).log_softmax(-1), beta)
     loss.mean().backward()
-    r = reference.linear_jsd(
+    r = checks.linear_jsd(
         *(p.detach().numpy() for p in (h, w, x, v)), student_bias=b.detach().numpy(), teacher_bias=c.detach().numpy(),
         beta=beta,
     )  # fmt: skip
@@ -97,6 +97,6 @@ def test_heads_are_what_autograd_says(beta):
 
 def test_the_mean_divides_the_gradients():
     z, u, _ = small()
-    once, twice = reference.jsd(z, u), reference.jsd(np.tile(z, (2, 1)), np.tile(u, (2, 1)))
+    once, twice = checks.jsd(z, u), checks.jsd(np.tile(z, (2, 1)), np.tile(u, (2, 1)))
     np.testing.assert_allclose(once.loss, twice.loss)
     np.testing.assert_allclose(once.grad_student_logits / 2, twice.grad_student_logits[:3])

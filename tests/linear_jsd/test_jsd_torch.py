@@ -15,8 +15,7 @@ from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_parallel import WHOLE
 from onchip.ops.linear_jsd import JsdOptions, memory
-from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
-from onchip.ops.linear_jsd.checks import CHECKER
+from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER, JsdCase
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, JsdModel
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd

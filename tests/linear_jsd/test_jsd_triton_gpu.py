@@ -12,8 +12,7 @@ from losses import nan_filled
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_memory as triton_spec
-from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.checks import CHECKER, plain_divergence
+from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import TopK, jsd, linear_jsd

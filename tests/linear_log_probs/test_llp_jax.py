@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onchip.jax import LogProbs, linear_log_probs, log_probs
-from onchip.ops.linear_log_probs import reference
+from onchip.ops.linear_log_probs import checks
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
 from shared_jax import assert_same, small_problem, temporary_bytes
@@ -36,7 +36,7 @@ def test_nothing_leaks_from_ignored_tokens_and_bad_ids_give_nan():
         assert np.argwhere(np.isnan(log_prob)).tolist() == [[1, 7, 1]]
         assert np.isfinite(entropy).all()
         assert np.argwhere(np.isnan(grads[0]).any(-1)).tolist() == [[1, 7]]
-    oracle = reference.linear_log_probs(h, w, ids.at[1, 7, 1].set(70), b)
+    oracle = checks.linear_log_probs(h, w, ids.at[1, 7, 1].set(70), b)
     assert np.argwhere(np.isnan(oracle.grad_hidden).any(-1)).tolist() == [[1, 7]]
 
 

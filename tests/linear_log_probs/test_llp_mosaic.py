@@ -12,8 +12,7 @@ import pytest
 import plain_kernels
 from onchip.jax import linear_log_probs
 from onchip.ops.linear_log_probs import jax_op
-from onchip.ops.linear_log_probs.cases import LogProbsCase
-from onchip.ops.linear_log_probs.checks import CHECKER
+from onchip.ops.linear_log_probs.checks import CHECKER, LogProbsCase
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.mosaic import op as mosaic_op

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.jax import linear_log_probs
-from onchip.ops.linear_log_probs.cases import LogProbsCase
-from onchip.ops.linear_log_probs.checks import CHECKER
+from onchip.ops.linear_log_probs.checks import CHECKER, LogProbsCase
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory
 from shared import assert_within_bounds

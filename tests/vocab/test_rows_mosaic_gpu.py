@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from onchip.jax import TopK, cross_entropy, log_probs
-from onchip.ops.cross_entropy.cases import CrossEntropyCase
 from onchip.ops.cross_entropy.checks import CHECKER as LOSSES
-from onchip.ops.linear_log_probs.cases import LogProbsCase
+from onchip.ops.cross_entropy.checks import CrossEntropyCase
 from onchip.ops.linear_log_probs.checks import CHECKER as LOG_PROBS
+from onchip.ops.linear_log_probs.checks import LogProbsCase
 from onchip.vocab import jax_ways
 from onchip.vocab.rows import memory
 from shared import assert_within_bounds

@@ -60,8 +60,8 @@ def _completed_op(ctx: typer.Context) -> str | None:
 
 def _suites(ctx: typer.Context) -> Mapping[str, Sequence[Any]]:
     """The suites of the op that was typed before; read without a framework."""
-    op = _completed_op(ctx)
-    return OPS[op].entry("cases:SUITES") if op else {}
+    made = _completed_benchmark(ctx)
+    return made.SUITES if made else {}
 
 
 def _complete_suite(ctx: typer.Context, incomplete: str) -> list[str]:

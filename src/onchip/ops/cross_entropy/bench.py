@@ -12,7 +12,7 @@ import numpy as np
 
 from onchip.bench.benchmark import Benchmark, BenchProblem, cross_entropies
 from onchip.bench.peers import NARROW, Implementation, gpu_only, imported, needs, optional, own, plain_peers
-from onchip.ops.cross_entropy import cases
+from onchip.ops.cross_entropy import checks
 from onchip.oracle.cases import draw_target, ignore_some
 from onchip.oracle.checks import op_in
 
@@ -20,7 +20,7 @@ Loss = Callable[[Any, Any], Any]
 """Mean cross-entropy of (logits [T, V], target [T]) over the tokens whose target is not IGNORED."""
 
 
-def _make(fw: Any, case: cases.CrossEntropyCase, device: str, dtype: str) -> BenchProblem:
+def _make(fw: Any, case: checks.CrossEntropyCase, device: str, dtype: str) -> BenchProblem:
     assert not case.options
     rng = np.random.default_rng(0)
     logits = fw.drawer(device)(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
@@ -75,6 +75,6 @@ def _in_place_steps(problem: BenchProblem, loss: Loss) -> dict[str, Any]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases.SUITES, _implementations, _make, cross_entropies, leaves=("logits",))
+    Benchmark(framework, checks.SUITES, _implementations, _make, cross_entropies, leaves=("logits",))
     for framework in ("torch", "jax")
 )

@@ -32,8 +32,9 @@ from onchip.bench.peers import (
 from onchip.bench.timing import Step
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
-from onchip.ops.linear_cross_entropy import cases, world_peers
+from onchip.ops.linear_cross_entropy import checks, world_peers
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
+from onchip.oracle.cases import Case
 from onchip.oracle.checks import UNIT_ROUNDOFF, dtype_name, op_in
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
@@ -47,7 +48,7 @@ ScratchBytes = Callable[[Any, memory.Problem], int | None]
 """The budget for a problem, by the framework's adapter; None for the op's default."""
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchProblem:
+def _make(fw: Any, case: Case, device: str, dtype: str) -> BenchProblem:
     if getattr(case, "autocast", False) and fw.NAME == "jax":
         raise NotImplementedError("JAX has no autocast")
     return BenchProblem(case, device, draw_linear(fw, case, device, dtype), case.options)
@@ -332,7 +333,7 @@ def _own_part(x: Any) -> Any:
     return x.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchProblem:
+def _make_sharded(fw: Any, case: Case, device: str, dtype: str) -> BenchProblem:
     """All tokens, and this rank's rows of the weight; every rank draws the same whole weight."""
     whole = _make(fw, case, device, dtype)
     hidden, weight, target = whole.arrays
@@ -491,9 +492,9 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
 
 
 TORCH, JAX = (
-    LossBenchmark(framework, cases.SUITES, implementations, _make, cross_entropies, forward=_returned)
+    LossBenchmark(framework, checks.SUITES, implementations, _make, cross_entropies, forward=_returned)
     for framework, implementations in (("torch", _torch_implementations), ("jax", _jax_implementations))
 )
 WORLD = ShardedBenchmark(
-    "torch", cases.WORLD_SUITES, _sharded_implementations, _make_sharded, cross_entropies, forward=_returned
+    "torch", checks.WORLD_SUITES, _sharded_implementations, _make_sharded, cross_entropies, forward=_returned
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from onchip.bench.benchmark import Benchmark, BenchProblem, draw_layer
 from onchip.bench.peers import NARROW, Implementation, gpu_only, optional, own, plain_peers
-from onchip.ops.linear_jsd import cases
+from onchip.ops.linear_jsd import checks
 from onchip.ops.linear_jsd.checks import plain_divergence
 from onchip.oracle.checks import op_in
 
@@ -16,7 +16,7 @@ Loss = Callable[..., Any]
 """Mean divergence of (student's hidden [T, Hs] and weight [V, Hs], teacher's [T, Ht] and [V, Ht], *, beta)."""
 
 
-def _make(fw: Any, case: cases.JsdCase, device: str, dtype: str) -> BenchProblem:
+def _make(fw: Any, case: checks.JsdCase, device: str, dtype: str) -> BenchProblem:
     """The inputs: two models with heads of their own."""
     normal = fw.drawer(device)
     student = [fw.leaf(x, dtype) for x in draw_layer(normal, case, case.hidden)]
@@ -62,4 +62,4 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
     return (*common, optional("liger", "liger-kernel", _liger, gpu_only("liger-kernel", ("float32", *NARROW))))
 
 
-TORCH, JAX = (Benchmark(framework, cases.SUITES, _implementations, _make, _rows) for framework in ("torch", "jax"))
+TORCH, JAX = (Benchmark(framework, checks.SUITES, _implementations, _make, _rows) for framework in ("torch", "jax"))

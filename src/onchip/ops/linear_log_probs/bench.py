@@ -9,14 +9,14 @@ from typing import Any
 from onchip.bench.benchmark import Benchmark, BenchProblem, draw_linear
 from onchip.bench.peers import Implementation, needs, own, plain_peers
 from onchip.core.sizes import MIB
-from onchip.ops.linear_log_probs import cases
+from onchip.ops.linear_log_probs import checks
 from onchip.oracle.checks import op_in
 
 Values = Callable[..., Any]
 """Log-probabilities [T], or with them entropies [T], of (hidden [T, H], weight [V, H], ids [T], *, entropy)."""
 
 
-def _make(fw: Any, case: cases.LogProbsCase, device: str, dtype: str) -> BenchProblem:
+def _make(fw: Any, case: checks.LogProbsCase, device: str, dtype: str) -> BenchProblem:
     return BenchProblem(
         case, device, draw_linear(fw, case, device, dtype), {"entropy": bool(case.options.get("entropy"))}
     )
@@ -71,6 +71,6 @@ def _forward(problem: BenchProblem) -> Sequence[str]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases.SUITES, _implementations, _make, _rows, forward=_forward)
+    Benchmark(framework, checks.SUITES, _implementations, _make, _rows, forward=_forward)
     for framework in ("torch", "jax")
 )
