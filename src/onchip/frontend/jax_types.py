@@ -1,12 +1,13 @@
 """Types of JAX's public functions."""
 
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from onchip.frontend.options import OptionsOfLoss
+from onchip.frontend.options import Flag, OptionsOfLoss, Returning
+from onchip.frontend.topk import TopK
 
 Array = jax.Array | npt.NDArray[np.generic]
 """What a function takes as an array."""
@@ -32,12 +33,17 @@ class LossStats(NamedTuple):
     """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
 
 
+Target = Array | TopK[Array] | None
+"""Ids or soft labels of a cross-entropy."""
 WithStats = tuple[jax.Array, LossStats]
 
 
-class JaxLossKeywords(OptionsOfLoss[Number], total=False):
-    """The keywords of every cross-entropy, except return_stats."""
+class JaxLossKeywords(OptionsOfLoss[Number], Returning[Flag], Generic[Flag], total=False):
+    """The keywords of every cross-entropy."""
 
+    labels: Target
+    shift: bool
+    vocab_size: int | None
     normalizer: Number | None
     token_weight: Array | None
     class_weight: Array | None

@@ -135,6 +135,15 @@ class LossOptions:
 
 
 Number = TypeVar("Number")
+Flag = TypeVar("Flag", bound=bool)
+No = Literal[False]
+Yes = Literal[True]
+
+
+class Returning(TypedDict, Generic[Flag], total=False):
+    """The keyword that asks for statistics beside a loss: with False for no, True for yes, and bool for who knows."""
+
+    return_stats: Flag
 
 
 class OptionsOfLoss(TypedDict, Generic[Number], total=False):

@@ -6,6 +6,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from onchip.frontend.options import OptionsOfLoss
+from onchip.frontend.topk import TopK
 
 Backend = Literal["auto", "triton", "plain", "torch"]
 
@@ -27,6 +28,8 @@ class LossStats(NamedTuple):
     """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
 
 
+Target = Tensor | TopK[Tensor] | None
+"""Ids or soft labels of a cross-entropy."""
 WithStats = tuple[Tensor, LossStats]
 Result = TypeVar("Result", default=Tensor)
 """What a module of a loss returns: the loss, or with return_stats the loss and its statistics."""

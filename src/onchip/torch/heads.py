@@ -6,20 +6,14 @@ from typing import Any, Unpack, overload
 from torch import Tensor, int64
 from torch.nn import Module
 
-from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, require_bool, require_int
+from onchip.frontend.options import No, Reduction, ScratchBytes, Yes, check_shift, one_target, require_bool, require_int
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import following, require_tensor
 from onchip.frontend.torch_parallel import OfShards
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_cross_entropy.torch_module import computed, found_head, stored_options, with_shift
 from onchip.ops.linear_jsd.torch_op import linear_jsd
-from onchip.ops.linear_log_probs.torch_op import (
-    EitherOfHead,
-    JustLogProbOfHead,
-    LogProbs,
-    MoreOfHead,
-    linear_log_probs,
-)
+from onchip.ops.linear_log_probs.torch_op import LogProbs, LogProbsOfHead, linear_log_probs
 
 LOG_PROBS, JSD = "lm_log_probs", "lm_jsd"
 OF_LOG_PROBS = frozenset(inspect.signature(linear_log_probs).parameters)
@@ -46,30 +40,15 @@ class OfJsd(OfShards, total=False):
 
 @overload
 def lm_log_probs(
-    head: Module,
-    hidden: Tensor,
-    ids: Tensor | None = None,
-    *,
-    labels: Tensor | None = None,
-    **options: Unpack[JustLogProbOfHead],
+    head: Module, hidden: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfHead[No]]
 ) -> Tensor: ...
 @overload
 def lm_log_probs(
-    head: Module,
-    hidden: Tensor,
-    ids: Tensor | None = None,
-    *,
-    labels: Tensor | None = None,
-    **options: Unpack[MoreOfHead],
+    head: Module, hidden: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfHead[Yes]]
 ) -> LogProbs: ...
 @overload
 def lm_log_probs(
-    head: Module,
-    hidden: Tensor,
-    ids: Tensor | None = None,
-    *,
-    labels: Tensor | None = None,
-    **options: Unpack[EitherOfHead],
+    head: Module, hidden: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfHead[bool]]
 ) -> Tensor | LogProbs: ...
 def lm_log_probs(
     head: Module,

@@ -6,7 +6,7 @@ gradient are computed as for the losses of a linear layer (`onchip.vocab.xla`); 
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Generic, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,8 @@ from onchip.frontend.jax_inputs import (
 from onchip.frontend.jax_labels import check_labels
 from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, WHOLE, Roles
 from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
-from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WithStats
-from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
-from onchip.frontend.topk import TopK
+from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, Target, WithStats
+from onchip.frontend.options import Flag, No, Reduction, ScratchBytes, Yes, check_class_weight, check_shift, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.cross_entropy import OP, CrossEntropyOptions
 from onchip.vocab.chunks import ChunkConfig
@@ -41,48 +40,27 @@ from onchip.vocab.xla.tiles import XlaTokenStats
 BACKENDS = tuple(ROWS)
 
 
-class JaxLogitsKeywords(JaxLossKeywords, total=False):
-    """The function's keywords, except labels and return_stats."""
+class JaxLogitsKeywords(JaxLossKeywords[Flag], Generic[Flag], total=False):
+    """The function's keywords."""
 
-    shift: bool
     axis_name: str | None
-    vocab_size: int | None
     backend: Backend
 
 
 @overload
-def cross_entropy(
-    logits: Array,
-    target: Array | TopK[Array] | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: Literal[False] = False,
-    **options: Unpack[JaxLogitsKeywords],
-) -> jax.Array: ...
+def cross_entropy(logits: Array, target: Target = None, **options: Unpack[JaxLogitsKeywords[No]]) -> jax.Array: ...
+@overload
+def cross_entropy(logits: Array, target: Target = None, **options: Unpack[JaxLogitsKeywords[Yes]]) -> WithStats: ...
 @overload
 def cross_entropy(
-    logits: Array,
-    target: Array | TopK[Array] | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: Literal[True],
-    **options: Unpack[JaxLogitsKeywords],
-) -> WithStats: ...
-@overload
-def cross_entropy(
-    logits: Array,
-    target: Array | TopK[Array] | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: bool,
-    **options: Unpack[JaxLogitsKeywords],
+    logits: Array, target: Target = None, **options: Unpack[JaxLogitsKeywords[bool]]
 ) -> jax.Array | WithStats: ...
 @by_torch("onchip.ops.cross_entropy.torch_op:cross_entropy", "logits")
 def cross_entropy(
     logits: Array,  # [..., V]
-    target: Array | TopK[Array] | None = None,  # [...], or probabilities
+    target: Target = None,  # [...], or probabilities
     *,
-    labels: Array | TopK[Array] | None = None,  # another name for target
+    labels: Target = None,  # another name for target
     axis_name: str | None = None,
     vocab_size: int | None = None,
     shift: bool = False,

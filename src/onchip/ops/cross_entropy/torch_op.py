@@ -3,15 +3,25 @@
 The function checks its inputs, chooses a backend and calls the operator of torch_loss.py.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from onchip.frontend import topk
-from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
-from onchip.frontend.topk import TopK
+from onchip.frontend.options import (
+    Flag,
+    No,
+    Reduction,
+    Returning,
+    ScratchBytes,
+    Yes,
+    check_shift,
+    one_target,
+    scratch_in_bytes,
+    shapes_of,
+)
 from onchip.frontend.torch_inputs import (
     check_class_weight,
     check_normalizer,
@@ -24,7 +34,7 @@ from onchip.frontend.torch_module import LossModule, typed_as
 from onchip.frontend.torch_parallel import WHOLE, OfShardedLogits, Sharding, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
-from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
+from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, Target, WithStats
 from onchip.ops.cross_entropy import OP, CrossEntropyOptions
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, check_inplace
 from onchip.ops.cross_entropy.torch_loss import LOSS
@@ -36,55 +46,37 @@ from onchip.vocab.torch.loss import Weights, returned
 BACKENDS = ("triton", "plain")
 
 
-class LogitsModuleKeywords(LossKeywords, total=False):
-    """The module's keywords, except return_stats."""
+class LogitsModuleKeywords(LossKeywords, Returning[Flag], Generic[Flag], total=False):
+    """The module's keywords."""
 
     shift: bool
     temperature: float
     inplace_backward: bool
 
 
-class LogitsKeywords(LossKeywords, OfToken, OfShardedLogits, total=False):
-    """The function's keywords, except labels and return_stats."""
+class LogitsKeywords(LossKeywords, OfToken, OfShardedLogits, Returning[Flag], Generic[Flag], total=False):
+    """The function's keywords."""
 
+    labels: Target
     shift: bool
     temperature: float | Tensor
     inplace_backward: bool
 
 
 @overload
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor | TopK[Tensor] | None = None,
-    *,
-    labels: Tensor | TopK[Tensor] | None = None,
-    return_stats: Literal[False] = False,
-    **options: Unpack[LogitsKeywords],
-) -> Tensor: ...
+def cross_entropy(logits: Tensor, target: Target = None, **options: Unpack[LogitsKeywords[No]]) -> Tensor: ...
+@overload
+def cross_entropy(logits: Tensor, target: Target = None, **options: Unpack[LogitsKeywords[Yes]]) -> WithStats: ...
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor | TopK[Tensor] | None = None,
-    *,
-    labels: Tensor | TopK[Tensor] | None = None,
-    return_stats: Literal[True],
-    **options: Unpack[LogitsKeywords],
-) -> WithStats: ...
-@overload
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor | TopK[Tensor] | None = None,
-    *,
-    labels: Tensor | TopK[Tensor] | None = None,
-    return_stats: bool,
-    **options: Unpack[LogitsKeywords],
+    logits: Tensor, target: Target = None, **options: Unpack[LogitsKeywords[bool]]
 ) -> Tensor | WithStats: ...
 @repeatable
 def cross_entropy(
     logits: Tensor,  # [..., V]
-    target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
+    target: Target = None,  # [...], or probabilities
     *,
-    labels: Tensor | TopK[Tensor] | None = None,  # another name for target
+    labels: Target = None,  # another name for target
     shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -266,19 +258,12 @@ class CrossEntropyLoss(LossModule[Result]):
     """
 
     @overload
-    def __init__(
-        self: "CrossEntropyLoss[Tensor]",
-        *,
-        return_stats: Literal[False] = False,
-        **options: Unpack[LogitsModuleKeywords],
-    ) -> None: ...
+    def __init__(self: "CrossEntropyLoss[Tensor]", **options: Unpack[LogitsModuleKeywords[No]]) -> None: ...
+    @overload
+    def __init__(self: "CrossEntropyLoss[WithStats]", **options: Unpack[LogitsModuleKeywords[Yes]]) -> None: ...
     @overload
     def __init__(
-        self: "CrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[LogitsModuleKeywords]
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: "CrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[LogitsModuleKeywords]
+        self: "CrossEntropyLoss[Tensor | WithStats]", **options: Unpack[LogitsModuleKeywords[bool]]
     ) -> None: ...
     def __init__(
         self,
@@ -303,9 +288,9 @@ class CrossEntropyLoss(LossModule[Result]):
     def forward(
         self,
         logits: Tensor,  # [..., V]
-        target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
+        target: Target = None,  # [...], or probabilities
         *,
-        labels: Tensor | TopK[Tensor] | None = None,
+        labels: Target = None,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]

@@ -8,7 +8,7 @@ walks over XLA's own products.  The package's docstring has the maths.
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal, Required, Unpack, overload
+from typing import Any, Generic, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,8 @@ from onchip.frontend.jax_inputs import (
 from onchip.frontend.jax_labels import check_labels, with_the_last, without_ends
 from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, OnMesh, Roles, TokenAxes, check_types
 from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
-from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WeightLayout, WithStats
-from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
-from onchip.frontend.topk import TopK
+from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, Target, WeightLayout, WithStats
+from onchip.frontend.options import Flag, No, Reduction, ScratchBytes, Yes, check_class_weight, check_shift, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions, Strategy
 from onchip.vocab.jax_ways import MODULES, Backend, each, refusals
@@ -44,26 +43,25 @@ from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import XlaProjection, XlaTokenStats
 
 ON_MESH = f"sharded_{OP}"
+Bias = Array | None
 
 
-class OfWeight(JaxLossKeywords, total=False):
-    """The keywords of both functions here, except labels and return_stats."""
+class OfWeight(JaxLossKeywords[Flag], Generic[Flag], total=False):
+    """The keywords of both functions here."""
 
     strategy: Strategy
     backend: Backend
-    shift: bool
     weight_layout: WeightLayout
-    vocab_size: int | None
 
 
-class JaxHeadKeywords(OfWeight, total=False):
-    """The keywords of `linear_cross_entropy`, except labels and return_stats."""
+class JaxHeadKeywords(OfWeight[Flag], Generic[Flag], total=False):
+    """The keywords of `linear_cross_entropy`."""
 
     axis_name: str | None
 
 
-class Spreading(OfWeight, total=False):
-    """The keywords of `sharded_linear_cross_entropy`, except labels and return_stats."""
+class Spreading(OfWeight[Flag], Generic[Flag], total=False):
+    """The keywords of `sharded_linear_cross_entropy`."""
 
     mesh: Mesh | AbstractMesh | None
     vocab_axis: Required[str]
@@ -72,45 +70,24 @@ class Spreading(OfWeight, total=False):
 
 @overload
 def linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    target: Array | TopK[Array] | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: Literal[False] = False,
-    **options: Unpack[JaxHeadKeywords],
+    hidden: Array, weight: Array, target: Target = None, bias: Bias = None, **options: Unpack[JaxHeadKeywords[No]]
 ) -> jax.Array: ...
 @overload
 def linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    target: Array | TopK[Array] | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: Literal[True],
-    **options: Unpack[JaxHeadKeywords],
+    hidden: Array, weight: Array, target: Target = None, bias: Bias = None, **options: Unpack[JaxHeadKeywords[Yes]]
 ) -> WithStats: ...
 @overload
 def linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    target: Array | TopK[Array] | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: bool,
-    **options: Unpack[JaxHeadKeywords],
+    hidden: Array, weight: Array, target: Target = None, bias: Bias = None, **options: Unpack[JaxHeadKeywords[bool]]
 ) -> jax.Array | WithStats: ...
 @by_torch("onchip.ops.linear_cross_entropy.torch_op:linear_cross_entropy", "hidden", "weight", "bias")
 def linear_cross_entropy(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
-    target: Array | TopK[Array] | None = None,  # [...], or probabilities
+    target: Target = None,  # [...], or probabilities
     bias: Array | None = None,  # [V]
     *,
-    labels: Array | TopK[Array] | None = None,  # another name for target
+    labels: Target = None,  # another name for target
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -239,47 +216,26 @@ def linear_cross_entropy(
 
 @overload
 def sharded_linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    target: Array | TopK[Array] | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: Literal[False] = False,
-    **options: Unpack[Spreading],
+    hidden: Array, weight: Array, target: Target = None, bias: Bias = None, **options: Unpack[Spreading[No]]
 ) -> jax.Array: ...
 @overload
 def sharded_linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    target: Array | TopK[Array] | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: Literal[True],
-    **options: Unpack[Spreading],
+    hidden: Array, weight: Array, target: Target = None, bias: Bias = None, **options: Unpack[Spreading[Yes]]
 ) -> WithStats: ...
 @overload
 def sharded_linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    target: Array | TopK[Array] | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | TopK[Array] | None = None,
-    return_stats: bool,
-    **options: Unpack[Spreading],
+    hidden: Array, weight: Array, target: Target = None, bias: Bias = None, **options: Unpack[Spreading[bool]]
 ) -> jax.Array | WithStats: ...
 def sharded_linear_cross_entropy(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
-    target: Array | TopK[Array] | None = None,  # [...]
+    target: Target = None,  # [...]
     bias: Array | None = None,  # [V]
     *,
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,
-    labels: Array | TopK[Array] | None = None,  # another name for target
+    labels: Target = None,  # another name for target
     weight_layout: WeightLayout = "vh",
     vocab_size: int | None = None,
     shift: bool = False,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.types import Device
 
+from onchip.frontend.options import No, Yes
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor, refuse_transforms, require_tensor
 from onchip.frontend.torch_model import WRAPPERS, inner_model, own_logits
 from onchip.frontend.torch_module import described, stand_in, typed_as
@@ -90,9 +91,7 @@ class LMHead(Linear, Generic[Result]):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        *,
-        return_stats: Literal[False] = False,
-        **options: Unpack[HeadModuleKeywords],
+        **options: Unpack[HeadModuleKeywords[No]],
     ) -> None: ...
     @overload
     def __init__(
@@ -102,9 +101,7 @@ class LMHead(Linear, Generic[Result]):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        *,
-        return_stats: Literal[True],
-        **options: Unpack[HeadModuleKeywords],
+        **options: Unpack[HeadModuleKeywords[Yes]],
     ) -> None: ...
     @overload
     def __init__(
@@ -114,9 +111,7 @@ class LMHead(Linear, Generic[Result]):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        *,
-        return_stats: bool,
-        **options: Unpack[HeadModuleKeywords],
+        **options: Unpack[HeadModuleKeywords[bool]],
     ) -> None: ...
     def __init__(
         self,
@@ -139,18 +134,14 @@ class LMHead(Linear, Generic[Result]):
 
     @overload
     @classmethod
-    def from_linear(
-        cls, linear: Module, *, return_stats: Literal[False] = False, **options: Unpack[HeadModuleKeywords]
-    ) -> "LMHead[Tensor]": ...
+    def from_linear(cls, linear: Module, **options: Unpack[HeadModuleKeywords[No]]) -> "LMHead[Tensor]": ...
+    @overload
+    @classmethod
+    def from_linear(cls, linear: Module, **options: Unpack[HeadModuleKeywords[Yes]]) -> "LMHead[WithStats]": ...
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Module, *, return_stats: Literal[True], **options: Unpack[HeadModuleKeywords]
-    ) -> "LMHead[WithStats]": ...
-    @overload
-    @classmethod
-    def from_linear(
-        cls, linear: Module, *, return_stats: bool, **options: Unpack[HeadModuleKeywords]
+        cls, linear: Module, **options: Unpack[HeadModuleKeywords[bool]]
     ) -> "LMHead[Tensor | WithStats]": ...
     @classmethod
     def from_linear(cls, linear: Module, **options: Any) -> "LMHead[Any]":

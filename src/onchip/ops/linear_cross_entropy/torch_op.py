@@ -6,7 +6,7 @@ operator's `_forward` (in plain_op.py, triton_op.py or fp8_op.py) runs a walk of
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,18 @@ from torch.distributed import ProcessGroup
 
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend import topk
-from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
+from onchip.frontend.options import (
+    Flag,
+    No,
+    Reduction,
+    Returning,
+    ScratchBytes,
+    Yes,
+    check_shift,
+    one_target,
+    scratch_in_bytes,
+    shapes_of,
+)
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
@@ -33,7 +44,7 @@ from onchip.frontend.torch_module import LossModule, typed_as
 from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Sharding, Shards, localized
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
-from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
+from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, Target, WithStats
 from onchip.ops.linear_cross_entropy import (
     OP,
     LinearCrossEntropyOptions,
@@ -54,8 +65,11 @@ from onchip.vocab.triton import setup
 BACKENDS = ("triton", "plain")
 
 
-class HeadModuleKeywords(LossKeywords, total=False):
-    """The module's keywords, except return_stats."""
+Weight = Tensor | QuantizedWeight
+
+
+class HeadModuleKeywords(LossKeywords, Returning[Flag], Generic[Flag], total=False):
+    """The module's keywords."""
 
     shift: bool
     strategy: Strategy
@@ -73,47 +87,44 @@ class HeadKeywords(LossKeywords, OfToken, OfShards, total=False):
     weight_grad_out: Tensor | None
 
 
+class LossOfHead(HeadKeywords, Returning[Flag], Generic[Flag], total=False):
+    """All its keywords."""
+
+    labels: Target
+
+
 @overload
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor | QuantizedWeight,
-    target: Tensor | TopK[Tensor] | None = None,
+    weight: Weight,
+    target: Target = None,
     bias: Tensor | None = None,
-    *,
-    labels: Tensor | TopK[Tensor] | None = None,
-    return_stats: Literal[False] = False,
-    **options: Unpack[HeadKeywords],
+    **options: Unpack[LossOfHead[No]],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor | QuantizedWeight,
-    target: Tensor | TopK[Tensor] | None = None,
+    weight: Weight,
+    target: Target = None,
     bias: Tensor | None = None,
-    *,
-    labels: Tensor | TopK[Tensor] | None = None,
-    return_stats: Literal[True],
-    **options: Unpack[HeadKeywords],
+    **options: Unpack[LossOfHead[Yes]],
 ) -> WithStats: ...
 @overload
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor | QuantizedWeight,
-    target: Tensor | TopK[Tensor] | None = None,
+    weight: Weight,
+    target: Target = None,
     bias: Tensor | None = None,
-    *,
-    labels: Tensor | TopK[Tensor] | None = None,
-    return_stats: bool,
-    **options: Unpack[HeadKeywords],
+    **options: Unpack[LossOfHead[bool]],
 ) -> Tensor | WithStats: ...
 @repeatable
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
-    weight: Tensor | QuantizedWeight,  # [V, H]
-    target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
+    weight: Weight,  # [V, H]
+    target: Target = None,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
-    labels: Tensor | TopK[Tensor] | None = None,  # another name for target
+    labels: Target = None,  # another name for target
     shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -413,19 +424,12 @@ class LinearCrossEntropyLoss(LossModule[Result]):
     """
 
     @overload
-    def __init__(
-        self: "LinearCrossEntropyLoss[Tensor]",
-        *,
-        return_stats: Literal[False] = False,
-        **options: Unpack[HeadModuleKeywords],
-    ) -> None: ...
+    def __init__(self: "LinearCrossEntropyLoss[Tensor]", **options: Unpack[HeadModuleKeywords[No]]) -> None: ...
+    @overload
+    def __init__(self: "LinearCrossEntropyLoss[WithStats]", **options: Unpack[HeadModuleKeywords[Yes]]) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[HeadModuleKeywords]
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: "LinearCrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[HeadModuleKeywords]
+        self: "LinearCrossEntropyLoss[Tensor | WithStats]", **options: Unpack[HeadModuleKeywords[bool]]
     ) -> None: ...
     def __init__(
         self,
@@ -451,11 +455,11 @@ class LinearCrossEntropyLoss(LossModule[Result]):
     def forward(
         self,
         hidden: Tensor,  # [..., H]
-        weight: Tensor | QuantizedWeight,  # [V, H]
-        target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
+        weight: Weight,  # [V, H]
+        target: Target = None,  # [...], or probabilities
         bias: Tensor | None = None,  # [V]
         *,
-        labels: Tensor | TopK[Tensor] | None = None,
+        labels: Target = None,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]

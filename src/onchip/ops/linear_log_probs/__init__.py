@@ -28,9 +28,9 @@ The computation is in `onchip.vocab`; docs/architecture.md shows what lives wher
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict
 
-from onchip.frontend.options import Shapes, check_head, check_logits, check_options, possessive
+from onchip.frontend.options import Flag, Shapes, check_head, check_logits, check_options, possessive
 from onchip.frontend.warm_up import WarmUpCall, head, ids
 
 OP = "linear_log_probs"
@@ -67,6 +67,16 @@ class LogitsOptions(LogProbsOptions):
 
     def __post_init__(self) -> None:
         check_options(LOGITS_OP, self)
+
+
+class Results(TypedDict, Generic[Flag], total=False):
+    """The keywords that ask for more than log_prob: with False for none, True for some, and bool for who knows."""
+
+    entropy: Flag
+    lse: Flag
+    top1: Flag
+    mean_logits: Flag
+    log_sum_sq_probs: Flag
 
 
 class WantedOutputs(NamedTuple):

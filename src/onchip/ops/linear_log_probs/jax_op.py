@@ -8,7 +8,7 @@ maths.
 import math
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Generic, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, OnMesh, Roles, TokenAxes, 
 from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
-from onchip.frontend.options import ScratchBytes, check_shift, one_target, shapes_of
+from onchip.frontend.options import Flag, No, ScratchBytes, Yes, check_shift, one_target, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_log_probs import LOGITS_OP, OP, LogProbsOptions, WantedOutputs, check_shapes
+from onchip.ops.linear_log_probs import LOGITS_OP, OP, LogProbsOptions, Results, WantedOutputs, check_shapes
 from onchip.vocab import jax_ways
 from onchip.vocab.jax_ways import Backend
 from onchip.vocab.memory import Problem
@@ -55,6 +55,7 @@ from onchip.vocab.xla.tiles import (
 
 ON_MESH = f"sharded_{OP}"
 BACKENDS = tuple(jax_ways.MODULES)
+Given = Array | None
 
 
 class LogProbs(NamedTuple):
@@ -83,6 +84,8 @@ class LogProbs(NamedTuple):
 class JaxLogProbsKeywords(TypedDict, total=False):
     """The keywords of all these ops, except those that ask for results."""
 
+    labels: Array | None
+    vocab_size: int | None
     ignore_index: int
     softcap: Number | None
     logit_scale: Number
@@ -92,77 +95,40 @@ class JaxLogProbsKeywords(TypedDict, total=False):
     backend: Backend
 
 
-class JaxJustLogProb(JaxLogProbsKeywords, total=False):
-    """Only log_prob is asked for."""
+class JaxOfLogits(JaxLogProbsKeywords, Results[Flag], Generic[Flag], total=False):
+    """The keywords of `log_probs`."""
 
-    entropy: Literal[False]
-    lse: Literal[False]
-    top1: Literal[False]
-    mean_logits: Literal[False]
-    log_sum_sq_probs: Literal[False]
+    axis_name: str | None
 
 
-class JaxMore(JaxLogProbsKeywords, total=False):
-    """More than log_prob is asked for."""
+class JaxOfHead(JaxLogProbsKeywords, Results[Flag], Generic[Flag], total=False):
+    """The keywords of `linear_log_probs`."""
 
-    entropy: Literal[True]
-    lse: Literal[True]
-    top1: Literal[True]
-    mean_logits: Literal[True]
-    log_sum_sq_probs: Literal[True]
+    weight_layout: WeightLayout
+    axis_name: str | None
+    shift: bool
 
 
-class JaxEither(JaxLogProbsKeywords, total=False):
-    """The types don't tell whether more than log_prob is asked for."""
+class JaxOfMesh(JaxLogProbsKeywords, Results[Flag], Generic[Flag], total=False):
+    """The keywords of `sharded_linear_log_probs`."""
 
-    entropy: bool
-    lse: bool
-    top1: bool
-    mean_logits: bool
-    log_sum_sq_probs: bool
+    weight_layout: WeightLayout
+    vocab_axis: Required[str]
+    token_axes: TokenAxes
+    mesh: Mesh | AbstractMesh | None
 
 
 @overload
 def linear_log_probs(
-    hidden: Array,
-    weight: Array,
-    ids: Array | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | None = None,
-    weight_layout: WeightLayout = "vh",
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
-    shift: bool = False,
-    **options: Unpack[JaxJustLogProb],
+    hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfHead[No]]
 ) -> jax.Array: ...
 @overload
 def linear_log_probs(
-    hidden: Array,
-    weight: Array,
-    ids: Array | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | None = None,
-    weight_layout: WeightLayout = "vh",
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
-    shift: bool = False,
-    **options: Unpack[JaxMore],
+    hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfHead[Yes]]
 ) -> LogProbs: ...
 @overload
 def linear_log_probs(
-    hidden: Array,
-    weight: Array,
-    ids: Array | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | None = None,
-    weight_layout: WeightLayout = "vh",
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
-    shift: bool = False,
-    **options: Unpack[JaxEither],
+    hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfHead[bool]]
 ) -> jax.Array | LogProbs: ...
 @by_torch("onchip.ops.linear_log_probs.torch_op:linear_log_probs", "hidden", "weight", "bias")
 def linear_log_probs(
@@ -266,48 +232,15 @@ def linear_log_probs(
 
 @overload
 def sharded_linear_log_probs(
-    hidden: Array,
-    weight: Array,
-    ids: Array | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | None = None,
-    vocab_axis: str,
-    token_axes: TokenAxes = (),
-    mesh: Mesh | AbstractMesh | None = None,
-    weight_layout: WeightLayout = "vh",
-    vocab_size: int | None = None,
-    **options: Unpack[JaxJustLogProb],
+    hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfMesh[No]]
 ) -> jax.Array: ...
 @overload
 def sharded_linear_log_probs(
-    hidden: Array,
-    weight: Array,
-    ids: Array | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | None = None,
-    vocab_axis: str,
-    token_axes: TokenAxes = (),
-    mesh: Mesh | AbstractMesh | None = None,
-    weight_layout: WeightLayout = "vh",
-    vocab_size: int | None = None,
-    **options: Unpack[JaxMore],
+    hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfMesh[Yes]]
 ) -> LogProbs: ...
 @overload
 def sharded_linear_log_probs(
-    hidden: Array,
-    weight: Array,
-    ids: Array | None = None,
-    bias: Array | None = None,
-    *,
-    labels: Array | None = None,
-    vocab_axis: str,
-    token_axes: TokenAxes = (),
-    mesh: Mesh | AbstractMesh | None = None,
-    weight_layout: WeightLayout = "vh",
-    vocab_size: int | None = None,
-    **options: Unpack[JaxEither],
+    hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfMesh[bool]]
 ) -> jax.Array | LogProbs: ...
 def sharded_linear_log_probs(
     hidden: Array,  # [..., H]

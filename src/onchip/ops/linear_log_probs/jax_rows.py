@@ -21,16 +21,15 @@ from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, Roles
 from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array, Number
 from onchip.frontend.jax_values import checked_labels
-from onchip.frontend.options import ScratchBytes, one_target, shapes_of
+from onchip.frontend.options import No, ScratchBytes, Yes, one_target, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_log_probs import LOGITS_OP, LogitsOptions, check_logits_shapes
 from onchip.ops.linear_log_probs.jax_op import (
     OF_GIVEN,
     OPERATOR,
+    Given,
     GivenToLogProbs,
-    JaxEither,
-    JaxJustLogProb,
-    JaxMore,
+    JaxOfLogits,
     LogProbs,
     of_no_tokens,
     returned,
@@ -38,40 +37,13 @@ from onchip.ops.linear_log_probs.jax_op import (
 from onchip.vocab.jax_ways import ROWS, Backend
 from onchip.vocab.xla.parallel import check_axis, shard_of
 
-Axis = str | None
-Size = int | None
-
 
 @overload
-def log_probs(
-    logits: Array,
-    ids: Array | None = None,
-    *,
-    labels: Array | None = None,
-    axis_name: Axis = None,
-    vocab_size: Size = None,
-    **options: Unpack[JaxJustLogProb],
-) -> jax.Array: ...
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[No]]) -> jax.Array: ...
 @overload
-def log_probs(
-    logits: Array,
-    ids: Array | None = None,
-    *,
-    labels: Array | None = None,
-    axis_name: Axis = None,
-    vocab_size: Size = None,
-    **options: Unpack[JaxMore],
-) -> LogProbs: ...
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[Yes]]) -> LogProbs: ...
 @overload
-def log_probs(
-    logits: Array,
-    ids: Array | None = None,
-    *,
-    labels: Array | None = None,
-    axis_name: Axis = None,
-    vocab_size: Size = None,
-    **options: Unpack[JaxEither],
-) -> jax.Array | LogProbs: ...
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[bool]]) -> jax.Array | LogProbs: ...
 @by_torch("onchip.ops.linear_log_probs.torch_rows:log_probs", "logits")
 def log_probs(
     logits: Array,  # [..., V]

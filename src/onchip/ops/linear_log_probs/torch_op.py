@@ -4,13 +4,13 @@ It checks its inputs and chooses a backend.  Each backend is an operator (`front
 triton_op.py.
 """
 
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Generic, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onchip.frontend.options import ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
+from onchip.frontend.options import Flag, No, ScratchBytes, Yes, check_shift, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     check_tensors,
     choose_torch_backend,
@@ -25,12 +25,13 @@ from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShardedLogits,
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_log_probs import OP, LogProbsOptions, check_shapes, plain_op, triton_op
+from onchip.ops.linear_log_probs import OP, LogProbsOptions, Results, check_shapes, plain_op, triton_op
 from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsOutputs
 from onchip.vocab import memory
 from onchip.vocab.torch.parallel import sent_bytes
 from onchip.vocab.triton import setup
 
+Given = Tensor | None
 BACKENDS = ("triton", "plain")  # "auto" takes the first that can run
 
 
@@ -60,6 +61,7 @@ class LogProbs(NamedTuple):
 class Keywords(TypedDict, total=False):
     """The keywords of both ops, except those that ask for results."""
 
+    labels: Tensor | None
     ignore_index: int
     softcap: float | None
     logit_scale: float
@@ -69,95 +71,27 @@ class Keywords(TypedDict, total=False):
     check_inputs: bool
 
 
-class JustLogProb(Keywords, total=False):
-    """Only log_prob is asked for."""
-
-    entropy: Literal[False]
-    lse: Literal[False]
-    top1: Literal[False]
-    mean_logits: Literal[False]
-    log_sum_sq_probs: Literal[False]
+class LogProbsOfLogits(Keywords, OfShardedLogits, Results[Flag], Generic[Flag], total=False):
+    """The keywords of `log_probs`."""
 
 
-class More(Keywords, total=False):
-    """More than log_prob is asked for."""
-
-    entropy: Literal[True]
-    lse: Literal[True]
-    top1: Literal[True]
-    mean_logits: Literal[True]
-    log_sum_sq_probs: Literal[True]
-
-
-class Either(Keywords, total=False):
-    """The types don't tell whether more than log_prob is asked for."""
-
-    entropy: bool
-    lse: bool
-    top1: bool
-    mean_logits: bool
-    log_sum_sq_probs: bool
-
-
-class JustLogProbOfLogits(JustLogProb, OfShardedLogits, total=False):
-    """Of logits that exist."""
-
-
-class MoreOfLogits(More, OfShardedLogits, total=False):
-    """Of logits that exist."""
-
-
-class EitherOfLogits(Either, OfShardedLogits, total=False):
-    """Of logits that exist."""
-
-
-class JustLogProbOfHead(JustLogProb, OfShards, total=False):
-    """Of a linear layer."""
-
-    shift: bool
-
-
-class MoreOfHead(More, OfShards, total=False):
-    """Of a linear layer."""
-
-    shift: bool
-
-
-class EitherOfHead(Either, OfShards, total=False):
-    """Of a linear layer."""
+class LogProbsOfHead(Keywords, OfShards, Results[Flag], Generic[Flag], total=False):
+    """The keywords of `linear_log_probs`."""
 
     shift: bool
 
 
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    labels: Tensor | None = None,
-    **options: Unpack[JustLogProbOfHead],
+    hidden: Tensor, weight: Tensor, ids: Given = None, bias: Given = None, **options: Unpack[LogProbsOfHead[No]]
 ) -> Tensor: ...
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    labels: Tensor | None = None,
-    **options: Unpack[MoreOfHead],
+    hidden: Tensor, weight: Tensor, ids: Given = None, bias: Given = None, **options: Unpack[LogProbsOfHead[Yes]]
 ) -> LogProbs: ...
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    labels: Tensor | None = None,
-    **options: Unpack[EitherOfHead],
+    hidden: Tensor, weight: Tensor, ids: Given = None, bias: Given = None, **options: Unpack[LogProbsOfHead[bool]]
 ) -> Tensor | LogProbs: ...
 @repeatable
 def linear_log_probs(

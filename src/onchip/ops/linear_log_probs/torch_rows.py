@@ -9,7 +9,7 @@ from typing import Unpack, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onchip.frontend.options import ScratchBytes, one_target, scratch_in_bytes, shapes_of
+from onchip.frontend.options import No, ScratchBytes, Yes, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
 from onchip.frontend.torch_parallel import WHOLE, Sharding, localized
 from onchip.frontend.torch_register import needed
@@ -17,13 +17,7 @@ from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import LOGITS_OP, LogitsOptions, check_logits_shapes
 from onchip.ops.linear_log_probs.rows_call import LOG_PROBS, LogProbsRowsCall
-from onchip.ops.linear_log_probs.torch_op import (
-    EitherOfLogits,
-    JustLogProbOfLogits,
-    LogProbs,
-    MoreOfLogits,
-    returned,
-)
+from onchip.ops.linear_log_probs.torch_op import LogProbs, LogProbsOfLogits, returned
 from onchip.vocab.rows.launches import refusal
 
 # Best first: "auto" asks them in this order.
@@ -31,16 +25,12 @@ BACKENDS = ("triton", "plain")
 
 
 @overload
-def log_probs(
-    logits: Tensor, ids: Tensor | None = None, *, labels: Tensor | None = None, **options: Unpack[JustLogProbOfLogits]
-) -> Tensor: ...
+def log_probs(logits: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfLogits[No]]) -> Tensor: ...
+@overload
+def log_probs(logits: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfLogits[Yes]]) -> LogProbs: ...
 @overload
 def log_probs(
-    logits: Tensor, ids: Tensor | None = None, *, labels: Tensor | None = None, **options: Unpack[MoreOfLogits]
-) -> LogProbs: ...
-@overload
-def log_probs(
-    logits: Tensor, ids: Tensor | None = None, *, labels: Tensor | None = None, **options: Unpack[EitherOfLogits]
+    logits: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfLogits[bool]]
 ) -> Tensor | LogProbs: ...
 @repeatable
 def log_probs(
