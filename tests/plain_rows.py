@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from onchip.ops.cross_entropy import jax_op
 from onchip.ops.linear_log_probs import jax_op as log_probs_op
-from onchip.ops.linear_log_probs import jax_rows
 from onchip.vocab.rows import mosaic, mosaic_op
 
 
@@ -76,7 +75,7 @@ def forget():
 
 def stand_in(monkeypatch):
     """Let the 'mosaic_gpu' backend run on the CPU, with these in the place of its kernels."""
-    for op in (jax_op, jax_rows, log_probs_op):
+    for op in (jax_op, log_probs_op):
         monkeypatch.setattr(op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "hopper_refusal", lambda: None)
     for name in ("statistics", "gradients"):

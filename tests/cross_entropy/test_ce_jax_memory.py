@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.ops.cross_entropy.jax_op import cross_entropy
-from onchip.ops.linear_log_probs.jax_rows import log_probs
+from onchip.ops.linear_log_probs.jax_op import log_probs
 from onchip.vocab.rows import memory as row_memory
 from shared_jax import temporary_bytes
 

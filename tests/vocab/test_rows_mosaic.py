@@ -16,7 +16,6 @@ from onchip.jax import TopK, cross_entropy, log_probs
 from onchip.ops.cross_entropy import jax_op
 from onchip.ops.cross_entropy.checks import CHECKER as LOSSES
 from onchip.ops.linear_log_probs import jax_op as log_probs_op
-from onchip.ops.linear_log_probs import jax_rows
 from onchip.ops.linear_log_probs.checks import CHECKER as LOG_PROBS
 from onchip.vocab import jax_ways
 from onchip.vocab.rows import memory, mosaic, mosaic_op
@@ -223,7 +222,7 @@ def test_transformations():
 @pytest.mark.parametrize("op", ["cross_entropy", pytest.param("log_probs", marks=pytest.mark.slow)])
 def test_inside_of_shard_map_the_kernels_are_the_same(op, monkeypatch):
     """Whether JAX tracks what varies over the mesh or not; each device has its own rows."""
-    for module in (jax_op, jax_rows, log_probs_op):
+    for module in (jax_op, log_probs_op):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "hopper_refusal", lambda: None)
     plain_rows.forget()

@@ -18,8 +18,7 @@ from onchip.ops.grouped_matmul.jax_op import grouped_matmul
 from onchip.ops.grouped_matmul.moe import MoEStats
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy, sharded_linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd, sharded_linear_jsd
-from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs, sharded_linear_log_probs
-from onchip.ops.linear_log_probs.jax_rows import log_probs
+from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs, log_probs, sharded_linear_log_probs
 
 __all__ = [
     "CrossEntropyStats",

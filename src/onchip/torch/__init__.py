@@ -21,8 +21,7 @@ from onchip.ops.grouped_matmul.torch_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
-from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
-from onchip.ops.linear_log_probs.torch_rows import log_probs
+from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs, log_probs
 from onchip.torch.heads import lm_jsd, lm_log_probs
 from onchip.torch.warm import WarmUp, warm_up
 

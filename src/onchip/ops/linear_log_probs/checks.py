@@ -5,7 +5,6 @@ numbers, on which tests, `onchip check` and `onchip bench` compare every backend
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,8 +223,7 @@ def _call(
     options = {**keywords, **dict.fromkeys(asked, True), **how}
     made: WantedOutputs
     if logits is not None:
-        module = import_module(f"onchip.ops.linear_log_probs.{fw.NAME}_rows")
-        made = module.log_probs(logits, ids, **options)
+        made = op_in(fw, "linear_log_probs", "log_probs")(logits, ids, **options)
     else:
         weight = weight.T if how.get("weight_layout") == "hv" else weight
         made = op_in(fw, "linear_log_probs")(hidden, weight, ids, bias, **options)

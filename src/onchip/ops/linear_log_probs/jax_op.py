@@ -1,22 +1,17 @@
-"""linear_log_probs for JAX: the public functions, and the gradients of their results with respect to logits.
+"""linear_log_probs, and log_probs for logits that exist already, for JAX: the public functions.
 
-The public functions, and log_probs of jax_rows.py, call `OPERATOR`, which `with_gradients_on_mesh` gives its
-derivatives and spreads over devices.  The computation is in `onchip.vocab.jax_ways`; the package's docstring has the
-maths.
+They check their inputs and call the operator of jax_walk.py.
 """
 
 import math
-from functools import partial
-from types import ModuleType
 from typing import Any, Generic, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static
+from onchip.frontend.jax_call import IGNORED, Static
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -28,29 +23,29 @@ from onchip.frontend.jax_inputs import (
     platform,
     token_temperature,
 )
-from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, OnMesh, Roles, TokenAxes, check_types
-from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
+from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, OnMesh, Roles, TokenAxes, check_types
+from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import Flag, No, ScratchBytes, Yes, check_shift, one_target, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
-from onchip.ops.linear_log_probs import LOGITS_OP, OP, LogProbsOptions, Results, WantedOutputs, check_shapes
+from onchip.ops.linear_log_probs import (
+    LOGITS_OP,
+    OP,
+    LogitsOptions,
+    LogProbsOptions,
+    Results,
+    WantedOutputs,
+    check_logits_shapes,
+    check_shapes,
+)
+from onchip.ops.linear_log_probs.jax_walk import OF_GIVEN, OPERATOR, GivenToLogProbs, of_no_tokens
 from onchip.vocab import jax_ways
 from onchip.vocab.jax_ways import Backend
-from onchip.vocab.memory import Problem
-from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import parallel
-from onchip.vocab.xla.loss import LossCall
-from onchip.vocab.xla.parallel import check_axis
+from onchip.vocab.xla.parallel import Shard, check_axis
 from onchip.vocab.xla.tiles import (
-    VANISHED,
-    CountedTokens,
-    Transform,
-    Wanted,
     XlaProjection,
-    XlaTokenGradient,
-    XlaTokenStats,
-    shares,
 )
 
 ON_MESH = f"sharded_{OP}"
@@ -314,78 +309,134 @@ def sharded_linear_log_probs(
     return _call(ON_MESH, locals() | {"shift": False})
 
 
+@overload
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[No]]) -> jax.Array: ...
+@overload
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[Yes]]) -> LogProbs: ...
+@overload
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[bool]]) -> jax.Array | LogProbs: ...
+@by_torch("onchip.ops.linear_log_probs.torch_op:log_probs", "logits")
+def log_probs(
+    logits: Array,  # [..., V]
+    ids: Array | None = None,  # [...] or [..., K]
+    *,
+    labels: Array | None = None,  # another name for ids
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    entropy: bool = False,
+    lse: bool = False,
+    top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
+    check_inputs: bool = False,
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array | LogProbs:
+    """Log-probabilities of given ids under the softmax of logits that exist already, with little extra memory.
+
+    With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
+    p = softmax(z), token by token::
+
+        log_prob = z[ids] - lse,    lse = log(sum(exp(z))),    entropy = -sum(p * log(p))
+
+    So log_prob is `jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), ids[..., None], -1)[..., 0]`,
+    without a float32 copy of the logits or a matrix of their softmax.  log_prob, entropy and lse are differentiable
+    with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.  If arrays are sharded, each
+    device computes its own tokens and its own entries of the vocabulary.
+
+    Args:
+        logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
+            out of the vocabulary (unless there is a softcap, which makes it -softcap).  Kernels take logits of a token
+            that are all below -1e30 as if all were -inf: its log_prob is infinite or NaN.
+        ids, labels: [...] or [..., K] of any integer dtype, as in `linear_log_probs`.
+        ignore_index, softcap, logit_scale, temperature: as in `linear_log_probs`; temperature is a number or [...].
+        entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
+        axis_name, vocab_size: as in `linear_log_probs`; logits are then this device's, [..., V / n].
+        scratch_bytes: bound on the temporary memory, not counting results and gradient, in one of the forms that
+            `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
+            at least what a useful chunk of rows needs.
+        backend: "mosaic_gpu" (kernels for Hopper), "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as
+            in `linear_cross_entropy`) or "auto".
+
+    Returns:
+        log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`, as in `linear_log_probs`.  Under
+        jit, or on a GPU without check_inputs, an id that is neither ignore_index nor in [0, V) has log_prob NaN, and so
+        is its token's gradient.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape, range or option is wrong; scratch_bytes doesn't suffice for one row (the message says what
+            does); or an id is out of range, where values are known (the message names it).
+        NotImplementedError: the result is differentiated twice.
+
+    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula for a jitted step, with `ids` = K: about
+    8 * rows * V bytes for chunks of that many rows, and on a CPU a copy of 16-bit logits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onchip.jax import log_probs
+        >>> logits = jax.random.normal(jax.random.key(0), (2, 8, 100))
+        >>> ids = jnp.arange(16).reshape(2, 8)
+        >>> jax.jit(jax.grad(lambda x: log_probs(x, ids).mean()))(logits).shape
+        (2, 8, 100)
+
+    Source: Liger Kernel (arXiv:2410.10989), for the gradient from the log-sum-exp alone.
+    """
+    return _call(LOGITS_OP, locals())
+
+
 def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     """The result of the public function of this name for these arguments."""
-    on_mesh, axis = op == ON_MESH, given.get("axis_name")
-    given["ids"] = one_target(OP, given["ids"], given.pop("labels"), name="ids")[1]
-    check_axis(OP, axis, None if on_mesh else given["vocab_size"])
-    hidden, ids, layout = given["hidden"], given["ids"], given["weight_layout"]
-    check_layout(OP, layout)
-    check_shapes(shapes_of(check_arrays(OP, given)), layout)
-    layer, leading = XlaProjection.of(hidden, given["weight"], given["bias"], layout), hidden.shape[:-1]
-    tokens, dtype = math.prod(leading), accumulator(dtype_of(hidden))
-    options: LogProbsOptions = options_of(OP, LogProbsOptions, given, tokens * layer.vocab)
-    numbers = checked_numbers(OP, options, given, dtype)
-    of_layer, shard = parallel.roles_of(layer), None
+    on_mesh, of_logits, axis = op == ON_MESH, op == LOGITS_OP, given.get("axis_name")
+    name, first = (LOGITS_OP, "logits") if of_logits else (OP, "hidden")
+    given["ids"] = one_target(name, given["ids"], given.pop("labels"), name="ids")[1]
+    check_axis(name, axis, None if on_mesh else given["vocab_size"], *(["logits"] if of_logits else []))
+    of: Any
+    of_parameters: Any
+    shard: Shard | None
+    if of_logits:
+        check_logits_shapes(shapes_of(check_arrays(name, given)))
+        of, of_parameters, vocab = jnp.asarray(given["logits"]), BY_ENTRY, given["logits"].shape[-1]
+    else:
+        layout = given["weight_layout"]
+        check_layout(name, layout)
+        check_shapes(shapes_of(check_arrays(name, given)), layout)
+        of = XlaProjection.of(given["hidden"], given["weight"], given["bias"], layout)
+        of_parameters, vocab = parallel.roles_of(of), of.vocab
+    ids, leading, dtype = given["ids"], given[first].shape[:-1], accumulator(dtype_of(given[first]))
+    tokens, kind = math.prod(leading), LogitsOptions if of_logits else LogProbsOptions
+    options: LogProbsOptions = options_of(name, kind, given, tokens * vocab)
+    numbers = checked_numbers(name, options, given, dtype)
     if on_mesh:
-        spread, shard = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
+        spread, shard = parallel.on_mesh(ON_MESH, given, of, first, leading)
         # scratch_bytes as a fraction is a part of one device's logits.
-        options = options_of(OP, LogProbsOptions, given, tokens * layer.vocab // spread.parts)
-        of_arrays = {"hidden": BY_TOKEN, "weight": of_layer.weight, "bias": of_layer.bias, "ids": BY_TOKEN}
+        options = options_of(name, kind, given, tokens * vocab // spread.parts)
+        of_arrays = {first: BY_TOKEN, "weight": of_parameters.weight, "bias": of_parameters.bias, "ids": BY_TOKEN}
         check_types(ON_MESH, spread, given, of_arrays | {"temperature": BY_TOKEN})
     else:
-        shard = parallel.shard_of(OP, given, layer.vocab)
-        check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]")
-    vocab = layer.vocab if shard is None else shard.vocab
-    plain = checked_labels(OP, given, "ids", vocab, options, len(leading) - 1 if options.shift else None)
+        shard = parallel.shard_of(name, given, vocab)
+        check_shift(name, options.shift, leading, "hidden of shape [..., S, H]")
+    vocab = vocab if shard is None else shard.vocab
+    plain = checked_labels(name, given, "ids", vocab, options, len(leading) - 1 if options.shift else None)
     plain = following(plain, IGNORED, len(leading) - 1) if options.shift else plain
+    if of_logits:
+        choose_backend(name, given["backend"], dict.fromkeys(jax_ways.ROWS), ("triton",))
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
     constants = GivenToLogProbs(plain, temperature, numbers)
     static = Static(options, platform(), given["backend"], shard)
-    roles = Roles(of_layer, OF_GIVEN, BY_TOKEN)
+    roles = Roles(of_parameters, OF_GIVEN, BY_TOKEN)
     if tokens == 0:
         made = of_no_tokens(dtype)
     elif on_mesh:
-        made = OPERATOR.on_mesh(static._replace(mesh=OnMesh(spread, roles)), layer, constants)
+        made = OPERATOR.on_mesh(static._replace(mesh=OnMesh(spread, roles)), of, constants)
     else:
         share = isinstance(given["scratch_bytes"], float)
-        made = by_tokens(OPERATOR, static, roles, layer, constants, by_share=share, but=axis)
+        made = by_tokens(OPERATOR, static, roles, of, constants, by_share=share, but=axis)
     return returned(options, made, ids.shape, leading)
-
-
-class GivenToLogProbs(NamedTuple):
-    """The arrays of a public function's call that get no gradient."""
-
-    ids: Any  # [...] or [..., K] int32 in [0, V), IGNORED or OUT_OF_RANGE
-    temperature: Any  # [...], if each token has one
-    numbers: Any  # the other numbers, by name, []
-
-    def by_token(self, tokens: int) -> tuple[jax.Array, Transform]:
-        """The ids, [T, K], and the numbers."""
-        numbers = dict(self.numbers)
-        if self.temperature is not None:
-            numbers["temperature"] = self.temperature.reshape(-1)
-        return self.ids.reshape(tokens, self.ids.size // tokens), Transform(**numbers)
-
-
-OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
-"""Which of them are indexed by token."""
-
-
-def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogProbs) -> tuple[Static, Any, Any]:
-    """The arguments of `forward`, made from a layer with hidden [..., H], or from logits [..., V]."""
-    if isinstance(of, XlaProjection):
-        static, layer = parallel.split_as(static, of.vocab), of.flat()
-        constants = given.by_token(len(layer.hidden))
-        problem = problem_of(static, layer, constants, XlaProjection(True, True, layer.bias is not None))
-        refused = jax_ways.refusals(problem, static.platform, layer.layout, shard=static.shard)
-        elsewhere = () if static.shard else ("triton",)
-        return static._replace(backend=choose_backend(OP, static.backend, refused, elsewhere)), layer, constants
-    tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
-    static, constants = parallel.split_as(static, vocab), given.by_token(tokens)
-    logits = of.reshape(tokens, vocab)
-    refused = jax_ways.row_refusals(_rows(static, logits, constants, True), static.platform)
-    return static._replace(backend=choose_backend(LOGITS_OP, static.backend, refused)), logits, constants
 
 
 def returned(
@@ -398,134 +449,3 @@ def returned(
         return log_prob
     more: Any = (x.reshape(shape) if wanted else None for x, wanted in zip(outputs[1:], asked, strict=True))
     return LogProbs(log_prob, *more)
-
-
-def forward(
-    static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
-) -> tuple[WantedOutputs, Planned | None]:
-    """The outputs for a layer, or for logits [T, V], and what backward needs."""
-    if static.shard is not None:
-        static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else LOGITS_OP, needs)
-    backend, plan, call = _planned(static, needs, of, constants)
-    stats, _, saved = jax_ways.each(backend, partial(backend.forward, plan, wanted_of(static.options), needs))(call)
-    # Logits are kept as the caller gave them: for 16-bit ones `call.source` may be a copy.
-    return outputs_of(stats, call.tokens), None if saved is None else _saved(of, saved, plan)
-
-
-def _saved(of: Any, saved: Any, plan: Any) -> Planned:
-    return Planned((of, saved._replace(call=saved.call._replace(source=None))), plan)
-
-
-def problem_of(
-    static: Static, layer: XlaProjection, constants: tuple[jax.Array, Transform], needs: XlaProjection
-) -> Problem:
-    """The problem, which plans and refusals depend on, given which gradients are needed."""
-    asked = {"per_token_loss": True, "split": static.shard is not None} | _asked(static.options, constants)
-    asked["stats"] = static.options.entropy or static.options.top1
-    return layer.problem(needs, static.platform, op=OP, **asked)
-
-
-def _asked(options: LogProbsOptions, constants: tuple[jax.Array, Transform]) -> dict[str, Any]:
-    ids, transform = constants
-    return {
-        "ids": ids.shape[1],
-        "stats": options.entropy,
-        "more_stats": options.mean_logits + options.log_sum_sq_probs,
-        "softcap": transform.softcap is not None,
-    }
-
-
-def _planned(
-    static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
-) -> tuple[ModuleType, Any, LossCall]:
-    """The backend, its plan, and the call in the form that it takes."""
-    (ids, transform), options = constants, static.options
-    backend, source = jax_ways.way_to(static.backend, of)
-    plan: Any
-    if isinstance(of, XlaProjection):
-        strategy = "recompute" if static.recompute else "auto"
-        plan = backend.plan(problem_of(static, of, constants, needs), strategy, options.scratch_bytes)
-    else:
-        problem = _rows(static, of, constants, any(jax.tree.leaves(needs)))
-        plan = jax_ways.row_plan(problem, static.backend, options.scratch_bytes)
-    one = ids.shape[1] == 1
-    selected = backend.select(plan, ids[:, 0] if one else jnp.where((ids != IGNORED).any(1), 0, IGNORED))
-    own = selected.take(ids, IGNORED)
-    return backend, plan, LossCall(source, transform.by_row(selected), selected, own, shard=static.shard)
-
-
-def _rows(static: Static, logits: jax.Array, constants: tuple[jax.Array, Transform], needed: bool) -> RowsProblem:
-    """The problem of a call with logits [T, V]."""
-    on, (tokens, vocab) = "cpu" if static.platform == "cpu" else "cuda", logits.shape
-    asked = _asked(static.options, constants)
-    return RowsProblem(tokens, vocab, logits.dtype.name, on, needed, op=LOGITS_OP, **asked)
-
-
-def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
-    of, known = saved.arrays
-    backend, source = jax_ways.way_to(static.backend, of)
-    known = known._replace(call=known.call._replace(source=source))
-    gradient = gradient_by_outputs(known.call.tokens, known.call.ids, known.stats, upstream)
-    return jax_ways.each(backend, partial(backend.gradients, saved.plan, needs))(known, gradient)
-
-
-def keep(static: Static, saved: Planned, *_: Any) -> XlaTokenStats:
-    _, known = saved.arrays
-    return known.stats.by_token(known.call.tokens)  # type: ignore[no-any-return]
-
-
-def resume(static: Static, needs: Any, kept: XlaTokenStats, of: Any, constants: Any) -> Planned:
-    backend, plan, call = _planned(static, needs, of, constants)
-    return _saved(of, backend.Saved(call, kept.by_row(call.tokens)), plan)
-
-
-BETWEEN = Between(resumable=lambda static: static._replace(recompute=True), keep=keep, resume=resume)
-OPERATOR = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device, BETWEEN)
-
-
-def of_no_tokens(dtype: Any) -> WantedOutputs:
-    none = jnp.zeros(0, dtype)
-    return WantedOutputs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
-
-
-def wanted_of(options: LogProbsOptions) -> Wanted:
-    return Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
-
-
-def outputs_of(stats: XlaTokenStats, tokens: CountedTokens) -> WantedOutputs:
-    """The outputs, indexed by token, from statistics that are indexed by row."""
-
-    def spread(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else tokens.spread(x)
-
-    return WantedOutputs(
-        spread(stats.log_prob),
-        spread(stats.entropy),
-        spread(stats.lse),
-        None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
-        spread(lax.stop_gradient(stats.mean_logits)),
-        spread(lax.stop_gradient(stats.log_sum_sq)),
-    )
-
-
-def gradient_by_outputs(
-    tokens: CountedTokens, ids: jax.Array, stats: XlaTokenStats, upstream: WantedOutputs
-) -> XlaTokenGradient:
-    """The gradient of each token's logits; None in `upstream` means zero."""
-    dtype = stats.lse.dtype
-
-    def rows(grad: Any) -> jax.Array | None:
-        return None if grad is None else tokens.take(grad.astype(dtype), 0)
-
-    g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))
-    g = jnp.zeros(ids.shape, dtype) if g is None else g
-    g = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, g))
-    same, rest = shares(ids, g)
-    common = jnp.sum(g, 1)
-    if g_lse is not None:
-        common, rest = common - g_lse, rest - g_lse[:, None]
-    if g_entropy is not None and stats.entropy is not None:
-        rest += g_entropy[:, None] * jnp.maximum(stats.log_prob + stats.entropy[:, None], VANISHED[dtype])
-    # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
-    at_ids = -same * jnp.expm1(stats.log_prob) - jnp.exp(stats.log_prob) * rest
-    return XlaTokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)

@@ -1,7 +1,11 @@
-"""Arguments and outputs of both backends in PyTorch, and the logits' gradient from those of the outputs."""
+"""linear_log_probs for PyTorch: arguments and outputs of both backends, the logits' gradient from those of the outputs,
+and the operator of backend 'plain', on PyTorch's own matrix products.
+
+That keeps a few numbers per token, and backward walks over the logits again (`vocab.torch.walk`).
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +13,11 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_register import Made
+from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs import OP, LogProbsOptions
 from onchip.vocab.agreement import require_agreement
-from onchip.vocab.torch import tiles
-from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch import tiles, walk
+from onchip.vocab.torch.call import OF_LAYER, LinearCall
 from onchip.vocab.torch.loss import factor_to_product
 from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
@@ -163,3 +167,52 @@ def gradient_by_outputs(
         kept=tokens.kept,
         shares=shares,
     ), grad_scale
+
+
+# ---------------------------------------------------------------------- the operator on PyTorch's own matrix products
+
+
+class LogProbsPlainKept(NamedTuple):
+    """What forward keeps for backward."""
+
+    call: LogProbsCall
+    log_prob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    mean: Tensor | None
+
+
+def _forward(call: LogProbsCall) -> LogProbsPlainOutputs:
+    call.check_ranks()
+    tokens = call.tokens(check_values=call.options.check_inputs)
+    stats = walk.statistics(OP, call, tokens, asked_by(call.options))
+    return LogProbsPlainOutputs.of(call.options, stats, tokens, call.leading, call.ids)
+
+
+def _fake(call: LogProbsCall) -> LogProbsPlainOutputs:
+    return LogProbsPlainOutputs.empty(call.options, call.hidden, call.leading, call.ids)
+
+
+def _save(call: LogProbsCall, made: LogProbsPlainOutputs) -> LogProbsPlainKept:
+    return LogProbsPlainKept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
+
+
+def _gradients(kept: LogProbsPlainKept, upstream: Made, wanted: Wanted) -> Made:
+    call = replace(kept.call, grads=tuple(wanted))
+    tokens = call.tokens(check_values=False)
+    gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)
+    return walk.gradients(call, tokens, gradient, grad_scale, stats=gradient.entropy_row is not None)
+
+
+BY_RECOMPUTATION = Operator(
+    "linear_log_probs_by_recomputation",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
+    differentiable=("hidden", "weight", "bias"),
+    differentiable_outputs=3,
+    **OF_LAYER,
+)
