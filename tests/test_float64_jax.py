@@ -14,8 +14,8 @@ import onchip.torch
 from float64 import as_torch, differentiable, examples
 from onchip.core.backends import choose_backend
 from onchip.jax import TopK, cross_entropy, linear_cross_entropy, linear_jsd
-from onchip.ops.linear_cross_entropy.jax_op import refusals
 from onchip.vocab import memory
+from onchip.vocab.jax_ways import refusals
 from onchip.vocab.memory import Problem
 from shared import assert_refused
 

@@ -11,6 +11,7 @@ from soft_cases import ALL, CASES, assert_right, inputs
 import plain_kernels
 from onchip.jax import TopK, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
+from onchip.vocab import jax_ways
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import kernels
 from onchip.vocab.mosaic import memory as mosaic_spec
@@ -142,7 +143,7 @@ def test_shared_memory_fits():
 
 def test_auto_takes_the_kernels(as_on_hopper):
     p = Problem(300, 192, 1088, "bfloat16", device="cuda", labels="float32")
-    refusals = jax_op.refusals(p, "gpu", "vh", "recompute")
+    refusals = jax_ways.refusals(p, "gpu", "vh", "recompute")
     assert refusals["mosaic_gpu"] is None
     assert next(iter(refusals)) == "mosaic_gpu"
 

@@ -1,11 +1,5 @@
-"""cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
+"""cross_entropy for JAX: the public function, which calls the operator of `onchip.vocab.jax_loss`."""
 
-The public function calls `_op`, to which `with_gradients_on_mesh` gives its derivatives.  A chunk's softmax and
-gradient are computed as for the losses of a linear layer (`onchip.vocab.xla`); the package's docstring has the maths.
-"""
-
-from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, Unpack, overload
 
 import jax
@@ -13,7 +7,7 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static
+from onchip.frontend.jax_call import Static
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_normalizer,
@@ -25,17 +19,15 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import check_labels
 from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, WHOLE, Roles
-from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
+from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, Target, WithStats
 from onchip.frontend.options import Flag, No, Reduction, ScratchBytes, Yes, check_class_weight, check_shift, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.cross_entropy import OP, CrossEntropyOptions
-from onchip.vocab.chunks import ChunkConfig
-from onchip.vocab.jax_ways import ROWS, Backend, each, row_plan, row_refusals
-from onchip.vocab.rows.memory import RowsProblem
-from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
-from onchip.vocab.xla.parallel import check_axis, shard_of, split_as
-from onchip.vocab.xla.tiles import XlaTokenStats
+from onchip.vocab import jax_loss
+from onchip.vocab.jax_ways import ROWS, Backend
+from onchip.vocab.xla.loss import Given, XlaLossOutputs
+from onchip.vocab.xla.parallel import check_axis, shard_of
 
 BACKENDS = tuple(ROWS)
 
@@ -174,74 +166,4 @@ def cross_entropy(
     return made.shaped(leading)  # type: ignore[no-any-return]
 
 
-def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static, jax.Array, Constants]:
-    """The arguments of `_forward`, made from logits [..., V]."""
-    vocab = logits.shape[-1]
-    axes = () if static.mesh is None else static.mesh.spread.tokens
-    constants = Constants.of(given, static.options, accumulator(logits.dtype), axes)
-    static, logits = split_as(static, vocab), logits.reshape(logits.size // vocab, vocab)
-    problem = _problem(static, True, logits, constants)
-    refused = row_refusals(problem, static.platform)
-    return static._replace(backend=choose_backend(OP, static.backend, refused)), logits, constants
-
-
-def _forward(
-    static: Static, needs: bool, logits: jax.Array, constants: Constants
-) -> tuple[XlaLossOutputs, Planned | None]:
-    if static.shard is not None:
-        static.shard.refuse_untracked(OP, needs)
-    way = ROWS[static.backend]
-    plan, call = _planned(static, needs, logits, constants)
-    wanted = constants.wanted(static.options.return_stats)
-    stats, sums, saved = each(way, partial(way.forward, plan, wanted, needs))(call)
-    made = call.outputs(static.options.reduction, stats, sums)
-    if saved is None:
-        return made, None
-    # The logits as they came: for 16-bit ones `call.source` may be a copy.
-    return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
-
-
-def _problem(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> RowsProblem:
-    return RowsProblem(
-        tokens=len(logits),
-        vocab=logits.shape[1],
-        dtype=logits.dtype.name,
-        device="cpu" if static.platform == "cpu" else "cuda",
-        grad=needs,
-        stats=static.options.return_stats,
-        **constants.problem(),
-    )
-
-
-def _planned(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[ChunkConfig, LossCall]:
-    way = ROWS[static.backend]
-    plan = row_plan(_problem(static, needs, logits, constants), static.backend, static.options.scratch_bytes)
-    tokens = way.select(plan, constants.kept)
-    call = constants.call(static.options.reduction, way.of_logits(logits), tokens, static.shard)
-    return replace(plan, strategy="recompute" if needs else "forward"), call
-
-
-def _backward(static: Static, needs: bool, saved: Planned, cotangents: XlaLossOutputs) -> jax.Array:
-    """The gradient of the logits [T, V] in their dtype."""
-    (logits, kept), way = saved.arrays, ROWS[static.backend]
-    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    kept = kept._replace(call=kept.call._replace(source=way.of_logits(logits)))
-    made: jax.Array = each(way, partial(way.backward, saved.plan, needs))(kept, upstream)
-    return made
-
-
-def _keep(static: Static, saved: Planned, logits: jax.Array, constants: Constants) -> XlaTokenStats | None:
-    _, (call, stats) = saved.arrays
-    return None if constants.probs is not None else stats.by_token(call.tokens)
-
-
-def _resume(
-    static: Static, needs: bool, kept: XlaTokenStats | None, logits: jax.Array, constants: Constants
-) -> Planned | None:
-    if kept is None:
-        return None
-    plan, call = _planned(static, needs, logits, constants)
-    return Planned((logits, ROWS[static.backend].Saved(call._replace(source=None), kept.by_row(call.tokens))), plan)
-
-
-_op = with_gradients_on_mesh(OP, _forward, _backward, _on_device, Between(keep=_keep, resume=_resume))
+_op = jax_loss.cross_entropy(OP).operator()

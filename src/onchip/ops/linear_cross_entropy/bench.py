@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 from onchip.bench.benchmark import Benchmark, BenchProblem, Reference, cross_entropies, draw_linear
@@ -142,7 +143,7 @@ def _plan(
     plan: Any
     if fw.NAME == "jax":
         backend = choose_backend("linear_cross_entropy", backend, refusals)
-        plan = op_in(fw, "linear_cross_entropy", "MODULES")[backend].plan(p, strategy, scratch)
+        plan = resolve_name("onchip.vocab.jax_ways:MODULES")[backend].plan(p, strategy, scratch)
     elif refusals["triton"] is None:
         backend, plan = "triton", triton_planner.plan(p, strategy, scratch)
     else:

@@ -1,22 +1,16 @@
 """linear_cross_entropy for JAX: the public functions and the choice of a backend.
 
-They check their inputs and call `_op`, which `with_gradients_on_mesh` gives its derivatives and spreads over devices.
-`forward` plans the call and moves the tokens that count to the front; the backend's `forward` launches kernels, or
-walks over XLA's own products.  The package's docstring has the maths.
+They check their inputs and call `_op`, the operator of `onchip.vocab.jax_loss`.  The package's docstring has the maths.
 """
 
 from dataclasses import replace
-from functools import partial
-from types import ModuleType
 from typing import Any, Generic, Required, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static
+from onchip.frontend.jax_call import Static
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_layout,
@@ -30,17 +24,17 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import check_labels, with_the_last, without_ends
 from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, OnMesh, Roles, TokenAxes, check_types
-from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
+from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, Target, WeightLayout, WithStats
 from onchip.frontend.options import Flag, No, Reduction, ScratchBytes, Yes, check_class_weight, check_shift, shapes_of
 from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions, Strategy
-from onchip.vocab.jax_ways import MODULES, Backend, each, refusals
-from onchip.vocab.memory import Problem
+from onchip.vocab import jax_loss
+from onchip.vocab.jax_ways import Backend
 from onchip.vocab.xla import parallel
-from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
+from onchip.vocab.xla.loss import Given, XlaLossOutputs
 from onchip.vocab.xla.parallel import Shard
-from onchip.vocab.xla.tiles import XlaProjection, XlaTokenStats
+from onchip.vocab.xla.tiles import XlaProjection
 
 ON_MESH = f"sharded_{OP}"
 Bias = Array | None
@@ -381,82 +375,14 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
     return with_the_last(found, leading[-1] - shape[-1]) if shape != leading else found
 
 
-def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Static, XlaProjection, Constants]:
-    """The arguments of `forward`, made from a layer with hidden [..., H]."""
-    projection = layer.flat()
-    static, axes = parallel.split_as(static, layer.vocab), () if static.mesh is None else static.mesh.spread.tokens
-    constants = Constants.of(given, static.options, projection.accumulator, axes)
-    problem = problem_of(static, projection, constants, XlaProjection(True, True, projection.bias is not None))
-    refused = refusals(problem, static.platform, projection.layout, static.options.strategy, static.shard)
-    elsewhere = () if static.shard else ("triton",)
-    return static._replace(backend=choose_backend(OP, static.backend, refused, elsewhere)), projection, constants
-
-
-def problem_of(static: Static, projection: XlaProjection, constants: Constants, needs: XlaProjection) -> Problem:
-    """The problem, which plans and refusals depend on, given which gradients are needed."""
-    return projection.problem(
-        needs,
-        static.platform,
-        per_token_loss=static.options.reduction == "none",
-        stats=static.options.return_stats,
-        split=static.shard is not None,
-        **constants.problem(),
-    )
-
-
-def forward(
-    static: Static, needs: XlaProjection, projection: XlaProjection, constants: Constants
-) -> tuple[XlaLossOutputs, Planned]:
-    if static.shard is not None:
-        static.shard.refuse_untracked(OP, needs)
-    backend, plan, call = _planned(static, needs, projection, constants)
-    run = partial(backend.forward, plan, constants.wanted(static.options.return_stats), needs)
-    stats, sums, saved = each(backend, run)(call)
-    return call.outputs(static.options.reduction, stats, sums), Planned(saved, plan)
-
-
-def _planned(
-    static: Static, needs: XlaProjection, projection: XlaProjection, constants: Constants
-) -> tuple[ModuleType, Any, LossCall]:
-    """The backend, its plan, and the call in the form that it takes."""
-    backend, strategy = MODULES[static.backend], static.options.strategy
-    if (static.shard is not None and static.backend == "xla") or constants.probs is not None:
-        strategy = "recompute"
-    problem = problem_of(static, projection, constants, needs)
-    plan = backend.plan(problem, strategy, static.options.scratch_bytes)
-    tokens = backend.select(plan, constants.kept)
-    return backend, plan, constants.call(static.options.reduction, projection, tokens, static.shard)
-
-
-def backward(static: Static, needs: XlaProjection, saved: Planned, cotangents: XlaLossOutputs) -> XlaProjection:
-    backend = MODULES[static.backend]
-    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    return each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
-
-
-def at_once(static: Static, needs: XlaProjection) -> bool:
+def _at_once(static: Static, needs: XlaProjection) -> bool:
     """Whether forward computes the gradients when the compiler spreads the call."""
     options: LinearCrossEntropyOptions = static.options
     return options.reduction != "none" and options.strategy != "recompute"
 
 
-def keep(static: Static, saved: Planned, projection: XlaProjection, constants: Constants) -> XlaTokenStats | None:
-    """Each token's lse and its ids' log-probabilities, which with the arguments are all that backward needs, except for
-    soft labels."""
-    return None if constants.probs is not None else saved.arrays.stats.by_token(saved.arrays.call.tokens)
-
-
-def resume(
-    static: Static, needs: XlaProjection, kept: XlaTokenStats | None, projection: XlaProjection, constants: Constants
-) -> Planned | None:
-    if kept is None:
-        return None
-    _, plan, call = _planned(static, needs, projection, constants)
-    return Planned(MODULES[static.backend].Saved(call, kept.by_row(call.tokens)), plan)
-
-
-def recomputing(static: Static) -> Static:
+def _recomputing(static: Static) -> Static:
     return static._replace(options=replace(static.options, strategy="recompute"))
 
 
-_op = with_gradients_on_mesh(OP, forward, backward, on_device, Between(at_once, recomputing, keep, resume))
+_op = jax_loss.cross_entropy(OP).operator(at_once=_at_once, resumable=_recomputing)
