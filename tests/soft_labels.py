@@ -4,11 +4,10 @@ import numpy as np
 import torch
 
 from losses import VOCAB, assert_near
-from onchip.ops.cross_entropy.checks import soft_cross_entropy
-from onchip.ops.linear_cross_entropy.checks import soft_linear_cross_entropy
-from onchip.oracle.reference import SoftLabels
+from onchip.oracle.reference import Linear, Logits
 from onchip.oracle.torch import as_array
 from onchip.torch import TopK
+from soft_oracle import SoftLabels, soft_cross_entropy
 
 
 def problem(loss, form, shape=(2, 12), vocab=VOCAB, **more):
@@ -46,7 +45,8 @@ def oracle(loss, given, upstream, **options):
         target = SoftLabels(as_array(target.indices), np.exp(values) if target.kind == "log_probs" else values)
     named = given | options | {"grad_loss": upstream, "target": target}
     arrays = {name: as_array(x) if isinstance(x, torch.Tensor) else x for name, x in named.items()}
-    return (soft_linear_cross_entropy if loss.linear else soft_cross_entropy)(**arrays)
+    names = ("hidden", "weight", "bias") if loss.linear else ("logits",)
+    return soft_cross_entropy((Linear if loss.linear else Logits)(*(arrays.pop(x) for x in names)), **arrays)
 
 
 def right_stats(loss, given, *, softcap=None, logit_scale=1.0, temperature=1.0, **_):

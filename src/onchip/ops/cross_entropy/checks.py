@@ -25,7 +25,7 @@ from onchip.oracle.cases import (
     target_logit,
 )
 from onchip.oracle.checks import Checker, kernel_refusals, op_in, plain_cross_entropy
-from onchip.oracle.reference import Logits, SoftLabels, with_gradients
+from onchip.oracle.reference import Logits, with_gradients
 
 
 def cross_entropy(
@@ -41,14 +41,6 @@ def cross_entropy(
     given = Logits(logits)
     made = reference.cross_entropy(given.products, given.backward, given.vocab, target, **options)
     return with_gradients(made._asdict(), given)
-
-
-def soft_cross_entropy(logits: npt.ArrayLike, target: npt.ArrayLike | SoftLabels, **options: Any) -> Any:
-    """The loss and grad_logits for targets that are probabilities; the options are those of
-    `onchip.oracle.reference.soft_cross_entropy`."""
-    given = Logits(logits)
-    loss = reference.soft_cross_entropy(given.products, given.backward, given.vocab, target, **options)
-    return with_gradients({"loss": loss}, given)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from onchip.oracle.cases import (
     softmax_cases,
 )
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_cross_entropy
-from onchip.oracle.reference import Linear, SoftLabels, with_gradients
+from onchip.oracle.reference import Linear, with_gradients
 
 
 def linear_cross_entropy(
@@ -55,20 +55,6 @@ def linear_cross_entropy(
         **options,
     )
     return with_gradients(result._asdict(), layer)
-
-
-def soft_linear_cross_entropy(
-    hidden: npt.ArrayLike,  # [..., H]
-    weight: npt.ArrayLike,  # [V, H]
-    target: npt.ArrayLike | SoftLabels,  # [..., V]
-    bias: npt.ArrayLike | None = None,  # [V]
-    **options: Any,
-) -> Any:
-    """The loss and gradients for targets that are probabilities; the options are those of
-    `onchip.oracle.reference.soft_cross_entropy`."""
-    layer = Linear(hidden, weight, bias)
-    loss = reference.soft_cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
-    return with_gradients({"loss": loss}, layer)
 
 
 def _next(x: npt.NDArray[Any], last: int) -> npt.NDArray[Any]:
