@@ -18,7 +18,7 @@ from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static
 from onchip.frontend.jax_inputs import accumulator
 from onchip.frontend.jax_spread import Between, with_gradients_on_mesh
-from onchip.vocab.jax_ways import MODULES, each, refusals, row_plan, row_refusals, way_to
+from onchip.vocab.jax_ways import MODULES, ROWS, each, refusals, row_plan, row_refusals, way_to
 from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import loss
 from onchip.vocab.xla.loss import LossCall
@@ -40,7 +40,8 @@ class JaxLoss:
     problem: Callable[[Static, Any, bool], dict[str, Any]]
     """(static, constants, of a layer): fields of the problem, on which plans and refusals depend."""
     call: Callable[[Static, Any, Any, Callable[[jax.Array], Any]], LossCall]
-    """(static, constants, source, select): the call in the form that a backend takes."""
+    """(static, constants, source, select): the call in the form that a backend takes, for the source `source()` and the
+    rows `select(labels)`."""
     wanted: Callable[[Static, Any], Wanted]
     outputs: Callable[[Static, LossCall, XlaTokenStats, Any], Any]
     """(static, call, statistics, sums)."""
@@ -55,13 +56,13 @@ class JaxLoss:
         """`between` are further fields of its `Between`."""
         how = Between(keep=self._keep, resume=self._resume, **between)
         names = ", ".join(filter(None, (self.op, self.of_logits)))
-        return with_gradients_on_mesh(names, self._forward, self._backward, self._on_device, how)
+        return with_gradients_on_mesh(names, self.forward, self.backward, self._on_device, how)
 
     def _name(self, of: Source) -> str:
         return self.op if isinstance(of, XlaProjection) else self.of_logits or self.op
 
     def _on_device(self, static: Static, of: Source, given: Any) -> tuple[Static, Any, Any]:
-        """The arguments of `_forward`."""
+        """The arguments of `forward`."""
         axes = () if static.mesh is None else static.mesh.spread.tokens
         elsewhere: tuple[str, ...] = ()
         flat: Any
@@ -93,18 +94,20 @@ class JaxLoss:
 
     def _planned(self, static: Static, needs: Any, of: Source, constants: Any) -> tuple[ModuleType, Any, LossCall]:
         """The backend, its plan, and the call."""
-        backend, source = way_to(static.backend, of)
         problem, budget = self._problem(static, of, constants, needs), static.options.scratch_bytes
+        backend: ModuleType
         plan: Any
         if isinstance(of, XlaProjection):
+            backend, source = MODULES[static.backend], lambda: of
             split = static.backend == "xla" and static.shard is not None
             again = static.recompute or split or not self.resumes(constants)
             plan = backend.plan(problem, "recompute" if again else static.options.strategy, budget)
         else:
-            plan = row_plan(problem, static.backend, budget)
+            backend = ROWS[static.backend]
+            source, plan = partial(backend.of_logits, of), row_plan(problem, static.backend, budget)
         return backend, plan, self.call(static, constants, source, partial(backend.select, plan))
 
-    def _forward(self, static: Static, needs: Any, of: Source, constants: Any) -> tuple[Any, Planned | None]:
+    def forward(self, static: Static, needs: Any, of: Source, constants: Any) -> tuple[Any, Planned | None]:
         if static.shard is not None:
             static.shard.refuse_untracked(self._name(of), needs)
         backend, plan, call = self._planned(static, needs, of, constants)
@@ -112,7 +115,7 @@ class JaxLoss:
         made = self.outputs(static, call, stats, sums)
         return made, None if saved is None else self._saved(of, saved, plan)
 
-    def _backward(self, static: Static, needs: Any, saved: Planned, upstream: Any) -> Any:
+    def backward(self, static: Static, needs: Any, saved: Planned, upstream: Any) -> Any:
         """The gradients of the layer, or that of the logits [T, V]."""
         (of, known), backend = saved.arrays, MODULES[static.backend]
         if of is not None:
@@ -151,7 +154,8 @@ def cross_entropy(op: str) -> JaxLoss:
         return known | ({"per_token_loss": static.options.reduction == "none"} if of_layer else {})
 
     def call(static: Static, constants: loss.Constants, source: Any, select: Any) -> LossCall:
-        return constants.call(static.options.reduction, source, select(constants.kept), static.shard)
+        tokens = select(constants.kept)
+        return constants.call(static.options.reduction, source(), tokens, static.shard)
 
     return JaxLoss(
         op,

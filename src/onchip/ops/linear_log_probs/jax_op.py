@@ -503,10 +503,10 @@ def _problem(static: Static, constants: tuple[jax.Array, Transform], of_layer: b
 
 
 def _loss_call(static: Static, constants: tuple[jax.Array, Transform], source: Any, select: Any) -> LossCall:
-    ids, transform = constants
+    (ids, transform), of = constants, source()
     one = ids.shape[1] == 1
     tokens = select(ids[:, 0] if one else jnp.where((ids != IGNORED).any(1), 0, IGNORED))
-    return LossCall(source, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED), shard=static.shard)
+    return LossCall(of, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED), shard=static.shard)
 
 
 def _wanted(static: Static, constants: Any) -> Wanted:
