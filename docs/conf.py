@@ -1,5 +1,6 @@
 """Sphinx configuration; build with `make docs`."""
 
+import gc
 import html
 import json
 import sys
@@ -17,6 +18,7 @@ from onchip.bench.page import has_bench_rows, write_pages
 from onchip.registry import OPS
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+gc.disable()  # to look through all pages for garbage again and again took a fifth of the time
 
 project = "onchip"
 author = "the onchip authors"
