@@ -270,7 +270,7 @@ SCENARIOS = {
 def main(names):
     from onchip.frontend import torch_builder
 
-    with fake_cuda.gpu(), pytest.MonkeyPatch.context() as patch:
+    with fake_cuda.gpu(), fake_cuda.without_bodies(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_builder, "ALIGNED", 64)  # as memory of the CPU's is
         for name in names:
             SCENARIOS[name]("cpu")
