@@ -97,6 +97,12 @@ def exact_of(op):
 
 
 def every_option(rank, ranks):
+    """In one layout after the other."""
+    for (op, given, how), sizes in zip(losses(), itertools.cycle(LAYOUTS[ranks]), strict=False):
+        compare(op, given, how, sizes, rank, exact=exact_of(op))
+
+
+def every_option_in_every_layout(rank, ranks):
     for (op, given, how), sizes in itertools.product(losses(), LAYOUTS[ranks]):
         compare(op, given, how, sizes, rank, exact=exact_of(op))
 
@@ -332,7 +338,12 @@ def test_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", [OF_NUMBERS, OTHERS], ids=["numbers", "others"])
+def test_every_layout_of_two_ranks(tmp_path):
+    spawn(tmp_path, 2, {"every option": every_option_in_every_layout})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [(*OF_NUMBERS, every_option_in_every_layout), OTHERS], ids=["numbers", "others"])
 def test_three_ranks(checks, tmp_path):
     spawn(tmp_path, 3, {check.__name__: check for check in checks})
 

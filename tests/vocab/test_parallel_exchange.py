@@ -3,6 +3,8 @@
 Under Triton's interpreter, and on as many GPUs as there are, over NCCL.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,11 +74,9 @@ def assert_near(given, options, rank, ranks, what, bound=2e-3, *, times=1):
 # --------------------------------------------------------------------------------------------- under the interpreter
 
 
-def every_option(rank, ranks):
-    given = layer(132, 64, 260, torch.float16)
-    for name, options in list(OPTIONS.items())[1:]:  # plain ones are below
-        with plan_in_forward(128):
-            assert_near(given, options, rank, ranks, name)
+def everything(rank, ranks, name="everything"):
+    with plan_in_forward(128):
+        assert_near(layer(132, 64, 260, torch.float16), OPTIONS[name], rank, ranks, name)
 
 
 def a_longer_first_chunk(rank, ranks):
@@ -87,7 +87,13 @@ def a_longer_first_chunk(rank, ranks):
 
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"every_option": every_option, "a_longer_first_chunk": a_longer_first_chunk}, timeout=200)
+    spawn(tmp_path, 2, {"everything": everything, "a_longer_first_chunk": a_longer_first_chunk}, timeout=200)
+
+
+@pytest.mark.slow
+def test_kernels_of_a_smoothed_sum(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spawn(tmp_path, 2, {"sum": partial(everything, name="sum")}, timeout=200)
 
 
 def compiled_in_forward(rank, ranks):

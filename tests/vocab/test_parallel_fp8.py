@@ -83,15 +83,25 @@ def compare(sizes, rank, options, labels=None, dtype=torch.float32, **more):
     parts.compare(linear_cross_entropy, given, how, sizes, rank, near=of_both, **more)
 
 
-def every_option(rank, ranks):
+SOFT = partial(topk, "log_probs"), dense
+
+
+def every_option_in_every_layout(rank, ranks):
     for sizes in LAYOUTS:
         for options in OPTIONS.values():
             compare(sizes, rank, options)
+        for labels in SOFT:
+            compare(sizes, rank, OPTIONS["everything"], labels)
+
+
+def every_option(rank, ranks):
+    """Each kind of labels in one layout after the other."""
+    for sizes, options in zip(LAYOUTS, OPTIONS.values(), strict=True):
+        compare(sizes, rank, options)
     compare(LAYOUTS[0], rank, {"reduction": "none", "z_loss": 1e-2})
     compare(LAYOUTS[0], rank, {}, dtype=torch.bfloat16)
-    for labels in (partial(topk, "log_probs"), dense):
-        for sizes in LAYOUTS:
-            compare(sizes, rank, OPTIONS["everything"], labels)
+    for labels, sizes in zip(SOFT, LAYOUTS[1:], strict=True):
+        compare(sizes, rank, OPTIONS["everything"], labels)
         with mock.patch.object(memory, "DEFAULT_CHUNK", 128):
             compare(LAYOUTS[0], rank, {"reduction": "none"}, labels)
 
@@ -219,6 +229,11 @@ CHECKS = (memory_that_it_takes, every_option, chunks_and_one_exchange, other_cal
 
 def test_two_ranks(tmp_path):
     spawn(tmp_path, 2, {check.__name__: check for check in CHECKS})
+
+
+@pytest.mark.slow
+def test_every_layout(tmp_path):
+    spawn(tmp_path, 2, {"every option": every_option_in_every_layout})
 
 
 def kernels(rank, ranks):

@@ -72,56 +72,66 @@ def bad_ids(target):
     return bad
 
 
-def kernels_of_heads(rank, ranks):
-    """Options; an empty shard; tokens that are sharded, rows that are padding, registered operators."""
+def kernels_of_heads(rank, ranks, *, few=False):
+    """Options, each in every layout or, if `few`, in one of them and mostly differentiated once; an empty shard; tokens
+    that are sharded, rows that are padding, registered operators.
+    """
     half, near = of_kernels(dtype=torch.float16, scale=0.25), within(2e-3)
     of = {"near": near, "exact": torch.float32, "backend": "triton"}
-    target, few = ids(TILES, ROWS), topk(vocab=TILES, shape=ROWS, k=3)
-    for how, (sizes, strategy) in itertools.product(
-        OF_KERNELS.values(), (([300, 400], "auto"), ([700, 0], "recompute"))
+    target, of_ids = ids(TILES, ROWS), topk(vocab=TILES, shape=ROWS, k=3)
+    of |= {"times": 1} if few else {}
+    layouts = ([300, 400], "auto"), ([700, 0], "recompute")
+    options = OF_KERNELS.values()
+    for how, (sizes, strategy) in (
+        zip(options, itertools.cycle(layouts), strict=False) if few else itertools.product(options, layouts)
     ):
         compare(linear_cross_entropy, half | {"target": target}, how, sizes, rank, strategy=strategy, **of)
-    for labels, how in ((target, {}), (few, OF_LABELS), (few, OF_LABELS | {"label_smoothing": 0.2})):
-        given = half | {"target": labels}
-        compare(linear_cross_entropy, given, how, [300, 400], rank, way=registered, **of)
-        compare(linear_cross_entropy, given, how, [700, 0], rank, dim=1, strategy="recompute", **of)
-        compare(linear_cross_entropy, given, how, [300, 400], rank, size=368, way=registered, dim=1, **of)
-    for sizes, of_ids in (([300, 400], several_ids(TILES, ROWS)), ([600, 100], target)):
-        compare(linear_log_probs, half | {"ids": of_ids}, EVERYTHING, sizes, rank, **of)
+    layouts = (
+        ([300, 400], {"way": registered, "times": 2}),
+        ([700, 0], {"dim": 1, "strategy": "recompute"}),
+        ([300, 400], {"size": 368, "way": registered, "dim": 1}),
+    )
+    labels = (target, {}), (of_ids, OF_LABELS), (of_ids, OF_LABELS | {"label_smoothing": 0.2})
+    for (y, how), (sizes, more) in (
+        zip(labels, reversed(layouts), strict=True) if few else itertools.product(labels, layouts)
+    ):
+        compare(linear_cross_entropy, half | {"target": y}, how, sizes, rank, **(of | more))
+    for sizes, asked in (([300, 400], several_ids(TILES, ROWS)), ([600, 100], target)):
+        compare(linear_log_probs, half | {"ids": asked}, EVERYTHING, sizes, rank, **of)
     given = {name: half[name] for name in ("hidden", "weight")}
-    for labels in (target, few):
-        out_of_range(linear_cross_entropy, given | {"target": labels}, bad_ids(labels), rank, reduction="none")
+    for y in (target, of_ids):
+        out_of_range(linear_cross_entropy, given | {"target": y}, bad_ids(y), rank, reduction="none")
 
 
-def kernels_of_logits(rank, ranks):
-    """The same; and in place."""
+def kernels_of_logits(rank, ranks, *, few=False):
+    """The same, mostly differentiated once if `few`; and in place."""
     given, near = of_kernels("logits", scale=4.0), within(2e-5)
-    target, several, few = ids(TILES, ROWS), several_ids(TILES, ROWS), topk(vocab=TILES, shape=ROWS, k=3)
+    target, several, of_ids = ids(TILES, ROWS), several_ids(TILES, ROWS), topk(vocab=TILES, shape=ROWS, k=3)
+    once = {"times": 1 if few else 2, "near": near, "backend": "triton"}
     each = {"token_weight": factors(*ROWS), "temperature": factors(*ROWS), "return_stats": True}
     cases = OF_KERNELS | {"none": OF_KERNELS["none"] | each | {"label_smoothing": 0.2}}
     everything = EVERYTHING | {"softcap": 5.0, "temperature": factors(*ROWS)}
     for name, how in cases.items():
         sizes = [700, 0] if name == "plain" else [300, 400]
-        compare(cross_entropy, given | {"target": target}, how, sizes, rank, near=near, backend="triton")
+        compare(cross_entropy, given | {"target": target}, how, sizes, rank, **once)
     for how, sizes, of in ((everything, [300, 400], several), ({}, [0, 700], target), (everything, [1, 699], target)):
-        compare(log_probs, given | {"ids": of}, how, sizes, rank, near=near, backend="triton")
+        compare(log_probs, given | {"ids": of}, how, sizes, rank, **once)
     all_of = OF_LABELS | each | {"reduction": "none", "label_smoothing": 0.2}
     for how, sizes, labels in (
         ({}, [300, 400], topk("log_probs", TILES, ROWS, 3)),
-        (cases["none"], [700, 0], few),
-        (all_of, [300, 400], few),
+        (cases["none"], [700, 0], of_ids),
+        (all_of, [300, 400], of_ids),
     ):
         with exchanges() as seen:
-            compare(cross_entropy, given | {"target": labels}, how, sizes, rank, near=near, backend="triton")
+            compare(cross_entropy, given | {"target": labels}, how, sizes, rank, **once)
         assert len(seen) == 1
-    of = {"near": near, "backend": "triton"}
-    compare(cross_entropy, given | {"target": few}, all_of, [1, 699], rank, way=registered, **of)
+    compare(cross_entropy, given | {"target": of_ids}, all_of, [1, 699], rank, way=registered, **(once | {"times": 2}))
     for op, labels in (
         (cross_entropy, {"target": target}),
-        (cross_entropy, {"target": few}),
+        (cross_entropy, {"target": of_ids}),
         (log_probs, {"ids": several}),
     ):
-        compare(op, given | labels, {}, [300, 400], rank, size=368, **of)
+        compare(op, given | labels, {}, [300, 400], rank, size=368, **once)
     own, whole = leaf(padded(given, 368, rank)["logits"]), leaf(given["logits"])
     shards = {"vocab_group": dist.group.WORLD, "vocab_size": TILES, "backend": "triton"}
     cross_entropy(own * 1, target, softcap=3.0, inplace_backward=True, **shards).backward()
@@ -129,7 +139,7 @@ def kernels_of_logits(rank, ranks):
     near(own.grad, pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "in place")
     for op, labels, how in (
         (cross_entropy, {"target": target}, {"reduction": "none"}),
-        (cross_entropy, {"target": few}, {"reduction": "none"}),
+        (cross_entropy, {"target": of_ids}, {"reduction": "none"}),
         (log_probs, {"ids": target}, {}),
     ):
         out_of_range(op, given | labels, bad_ids(next(iter(labels.values()))), rank, **how)
@@ -172,9 +182,11 @@ def test_kernels_of_every_entry(few, tmp_path, monkeypatch):
     spawn(tmp_path, 2, {"every entry": partial(kernels_of_every_entry, few=few)}, timeout=120)
 
 
-def test_kernels(tmp_path, monkeypatch):
+@few_or_all
+def test_kernels(few, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"heads": kernels_of_heads, "logits": kernels_of_logits}, timeout=120)
+    checks = {"heads": partial(kernels_of_heads, few=few), "logits": partial(kernels_of_logits, few=few)}
+    spawn(tmp_path, 2, checks, timeout=120)
 
 
 def kernels_of_models(rank, ranks, kinds, shape, dtype, bound, *, few=False):
