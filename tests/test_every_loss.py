@@ -2,7 +2,7 @@
 0 is handled.  test_interpreted.py has the kernels on the CPU.
 """
 
-from itertools import product
+from itertools import cycle, product
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,18 @@ from every_loss import HEAD, LOGITS, TOKENS, both, checks
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import op as mosaic_op
 
+# A compiled call takes over a second: of each op one, and of each kind of label and precision.
+SLOW = {f"compiled-{x}" for x in (
+    "linear_cross_entropy-recompute-mean", "linear_cross_entropy-soft-mean-dense=True",
+    "cross_entropy-soft-mean-dense=False", "log_probs", "jsd-mean-teacher_grad=True", "registered_fp8_linear",
+)}  # fmt: skip
+assert checks("plain").keys() >= SLOW
 
-@pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("plain").items()])
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, c in checks("plain").items()],
+)
 def test_torch(check):
     check()
 
@@ -64,7 +74,7 @@ def test_jax_differentiated_twice(op, options, jit, monkeypatch):
     def by(f, name):
         return jax.grad(lambda x, arrays: f(arrays | {name: x}))
 
-    for a, b, alone in product(shapes, arrays, (False, True)):
+    for (a, b), alone in zip(product(shapes, arrays), cycle((False, True)), strict=False):
         g = jit(by(loss, a))
 
         def value(arrays, g=g, a=a, alone=alone):
