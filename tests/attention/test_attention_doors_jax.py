@@ -42,8 +42,17 @@ ONE_IN_EACH[..., 0] = True
     ],
     ids=lambda x: " ".join(x) or "full",
 )
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_as_jax_nn(options, whole):
+    as_jax_nn(options, whole)
+
+
+def test_as_jax_nn_without_a_batch():
+    options = {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS, "mask": ONE_IN_EACH, "is_causal": True}
+    as_jax_nn(options, whole=False)
+
+
+def as_jax_nn(options, whole):
     given = drawn()
     if not whole:
         given = [x[0] for x in given]

@@ -210,15 +210,15 @@ def test_scan_and_checkpoint():
     assert_same(run[0](p["x"], p["weight"]), run[1](p["x"], p["weight"]))
 
 
+def for_each():
+    """Three problems with one weight, their sizes, and a loss of one."""
+    sizes = jnp.stack([SIZES, SIZES[::-1], SIZES])
+    return problem(x=(3, T, K)), sizes, lambda x, w, sizes: jnp.square(grouped_matmul(x, w, sizes)).sum()
+
+
 @pytest.mark.parametrize("order", ["vmap", "grad of vmap", "vmap of grad", "vmap of the weight"])
 def test_vmap_is_refused(order):
-    """What the error names instead works."""
-    p = problem(x=(3, T, K))
-    sizes = jnp.stack([SIZES, SIZES[::-1], SIZES])
-
-    def loss(x, w, sizes):
-        return jnp.square(grouped_matmul(x, w, sizes)).sum()
-
+    p, sizes, loss = for_each()
     weights = jnp.stack([p["weight"]] * 3)
     calls = {
         "vmap": lambda: jax.vmap(loss, (0, None, 0))(p["x"], p["weight"], sizes),
@@ -230,6 +230,10 @@ def test_vmap_is_refused(order):
         NotImplementedError, match=r"grouped_matmul: vmap is not supported: its 3 elements .*jax\.lax\.map"
     ):
         calls[order]()
+
+
+def test_what_the_error_of_vmap_names_works():
+    p, sizes, loss = for_each()
     mapped = jax.lax.map(lambda a: jax.grad(loss, (0, 1))(a[0], p["weight"], a[1]), (p["x"], sizes))
     for i in range(3):
         assert_same([made[i] for made in mapped], jax.grad(loss, (0, 1))(p["x"][i], p["weight"], sizes[i]))

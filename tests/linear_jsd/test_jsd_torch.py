@@ -260,8 +260,14 @@ def test_compile_of_logits_and_top_k():
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize(("beta", "hard"), [(0.5, False), (0.0, True)])
+@pytest.mark.parametrize(
+    ("beta", "hard", "dtype"),
+    [
+        pytest.param(*x, dtype, marks=[pytest.mark.slow] * (dtype == slow))
+        for *x, slow in ((0.5, False, "float64"), (0.0, True, "float32"))
+        for dtype in ("float32", "bfloat16", "float64")
+    ],
+)
 def test_the_formula_holds(dtype, beta, hard):
     tokens, size, vocab = 512, 64, 8192
     kind = getattr(torch, dtype)
