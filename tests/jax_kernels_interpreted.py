@@ -20,6 +20,7 @@ from onchip.kernels.triton.jax_call import Pointer
 CHECKS = {}
 # Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
 SLOW = {f"right-{x}" for x in ("each token", "recompute", "shifted", "statistics", "turned weight", "top-k teacher")}
+SLOW |= {f"right-{x}" for x in ("linear_log_probs", "several ids", "forward KL")}
 SLOW |= {f"right-top-k teacher of logits, {x}" for x in ("truncated", "renormalised")}
 check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16

@@ -286,8 +286,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("narrow", ["hidden", "weight"])
+@pytest.mark.parametrize(
+    ("narrow", "name"),
+    [
+        pytest.param(narrow, name, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, narrow in enumerate(("hidden", "weight"))
+        for j, name in enumerate(HEADS)
+    ],
+)
 def test_hidden_and_weight_of_different_dtypes(name, narrow):
     """The product has 16 bits, as if the other were cast before, and each gradient its array's dtype."""
     rng = np.random.default_rng(0)

@@ -146,7 +146,12 @@ def test_many_chunks(op, dtype, how):
 
 @pytest.mark.parametrize(
     ("op", "several"),
-    [(linear_cross_entropy, None), (cross_entropy, None), (linear_log_probs, 1), (linear_log_probs, 3)],
+    [
+        (linear_cross_entropy, None),
+        (cross_entropy, None),
+        pytest.param(linear_log_probs, 1, marks=pytest.mark.slow),
+        (linear_log_probs, 3),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_position_predicts_the_next_label(op, several):

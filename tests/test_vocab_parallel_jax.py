@@ -354,7 +354,7 @@ def jsd_of_a_topk_teacher_with_a_tail():
     jsd_of_a_topk_teacher("log_probs", "tail", 0.3)
 
 
-@check
+@slow
 def jsd_of_a_truncated_topk_teacher():
     jsd_of_a_topk_teacher("log_probs", "truncated", 0.0)
 
