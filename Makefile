@@ -13,8 +13,9 @@ demo: $(VENV)/.for-demo
 
 # The examples of a page share their names, so a file stays on one worker; in order, so that short files come last.
 # One thread each: workers whose threads wait for each other on the same cores took up to 10 times as long.
+# Python keeps what it compiled, also where the environment forbids it: dozens of processes import the same modules.
 test: $(VENV)/.for-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # With the variants that `make test` leaves out; takes about as long again.
 test-all: $(VENV)/.for-dev
