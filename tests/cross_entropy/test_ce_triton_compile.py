@@ -96,10 +96,11 @@ def test_log_probs(capability, vocab, dtype, ids, options):
 @pytest.mark.parametrize(
     ("capability", "vocab", "dtype", "labels", "options"),
     [
-        (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"softcap": 5.0, "class_weight": torch.ones(128256)}),
+        pytest.param(HOPPER, 128256, torch.bfloat16, torch.bfloat16,
+                     {"softcap": 5.0, "class_weight": torch.ones(128256)}, marks=pytest.mark.slow),
         (AMPERE, 1000, torch.float16, torch.float32, {"label_smoothing": 0.1}),
         (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"class_weight": torch.ones(128256), "return_stats": True}),
-        (HOPPER, 128256, torch.bfloat16, "ids", {"label_smoothing": 0.1}),
+        pytest.param(HOPPER, 128256, torch.bfloat16, "ids", {"label_smoothing": 0.1}, marks=pytest.mark.slow),
         (AMPERE, 1000, torch.float32, "ids", {"label_smoothing": 0.1, "class_weight": torch.ones(1000), "softcap": 5.0,
                                               "return_stats": True}),
     ],
@@ -177,7 +178,9 @@ def test_the_options_reach_both_ways_of_every_switch():
         }
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "return_stats": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"label_smoothing": 0.1, "return_stats": True}], ids=str
+)
 def test_a_shard_of_the_vocabulary(options):
     """Of one rank, whose kernels are those of several."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

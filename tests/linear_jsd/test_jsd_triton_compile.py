@@ -61,7 +61,7 @@ def test_pointers():
             assert "mma.sync" in k.ptx
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_logits(dtype):
     """A row of a multiple of 16 bytes is read 16 bytes at a time."""
     made = compiled(HOPPER, logits=True, dtype=dtype, vocab=1024, hard_weight=0.1, teacher_grad=True)
@@ -72,8 +72,16 @@ def test_logits(dtype):
     assert compiled(HOPPER, teacher_logits=True, vocab=1024)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param(device, dtype, marks=[pytest.mark.slow] * (dtype not in few), id=f"{name}-{dtype}")
+        for name, device, few in (
+            ("hopper", HOPPER, (torch.bfloat16, torch.float32)), ("ampere", AMPERE, (torch.float16,)),
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ],
+)  # fmt: skip
 def test_a_topk(device, dtype):
     """Of a head, by a plan that keeps some tokens, and of logits."""
     given = {"logits": True, "vocab": 1024} if dtype == torch.float32 else {"plan": MIXED}
@@ -82,8 +90,15 @@ def test_a_topk(device, dtype):
     assert all("ld.global.v4" in k.ptx for k in found if k.kernel in ("topk_log_probs", "topk_gradients"))
 
 
-@pytest.mark.parametrize("given", [{"logits": True}, {"bias": True}], ids=["logits", "heads"])
-@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("beta", "given"),
+    [
+        pytest.param(0.0, {"logits": True}, id="0.0-logits"),
+        pytest.param(0.3, {"bias": True}, id="0.3-heads"),
+        pytest.param(0.0, {"bias": True}, id="0.0-heads", marks=pytest.mark.slow),
+        pytest.param(0.3, {"logits": True}, id="0.3-logits", marks=pytest.mark.slow),
+    ],
+)
 def test_a_shard(beta, given):
     """Of one rank, whose launches are those of several: softmaxes, between the ends their terms, gradients."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
