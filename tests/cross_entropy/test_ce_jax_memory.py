@@ -22,8 +22,8 @@ from shared_jax import temporary_bytes
             {"dtype": "bfloat16", "softcap": True, "smoothing": True},
             {"softcap": 5.0, "label_smoothing": 0.1},
         ),
-        ((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}),
-        ((777, 5001), {"ids": 2}, {}),
+        pytest.param((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}, marks=pytest.mark.slow),
+        pytest.param((777, 5001), {"ids": 2}, {}, marks=pytest.mark.slow),
         ((777, 5001), {"ids": 2, "stats": True, "softcap": True}, {"entropy": True, "softcap": 5.0}),
         ((777, 5001), {"ids": 2, "more_stats": 2}, {"mean_logits": True, "log_sum_sq_probs": True}),
         (

@@ -136,7 +136,7 @@ def lowered(tokens, hidden, vocab, *, ids=(), layout="vh", dtype=jnp.bfloat16, *
     ("sizes", "options", "launches"),
     [
         # Softmax, rebase, hidden's product, weight's, the targets' terms; and what the entropy does to exponentials.
-        ((1024, 1024, 32768), {}, 5),
+        pytest.param((1024, 1024, 32768), {}, 5, marks=pytest.mark.slow),
         ((1024, 1024, 32768), {"entropy": True}, 6),
         # Softmax, logits again, both products.
         ((300, 192, 1088), {"ids": (3,), "entropy": True, "log_sum_sq_probs": True, "top1": True}, 4),
