@@ -162,8 +162,8 @@ def _is_prepared(x):
 
 @contextmanager
 def without_bodies():
-    """Kernels are compiled with their parameters alone, which takes a tenth of the time, and only where they are
-    launched; they have a cache of their own.
+    """Kernels are compiled with their parameters alone, which is soon done, and only where they are launched; they have
+    a cache of their own.
     """
     from triton import knobs
     from triton.runtime.jit import JITFunction
