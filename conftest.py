@@ -34,7 +34,7 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.enable()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # Python's 700 allocations are a thousandth of a test's
+    gc.set_threshold(50_000, 20, 20)  # by Python's own threshold it looked thousands of times in a file
 
 
 @pytest.hookimpl(trylast=True)
