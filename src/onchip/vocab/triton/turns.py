@@ -86,13 +86,22 @@ class TurnWork:
 
 
 @gluon.jit
-def new_ring(of, STILL: gl.constexpr, SLOTS: gl.constexpr):
-    """Shared memory for blocks of an operand, and of one with the same blocks."""
+def new_ring(of, STILL: gl.constexpr, SLOTS: gl.constexpr, STORES: gl.constexpr):
+    """Shared memory for blocks of an operand, and of one with the same blocks; without STORES nobody takes turns to
+    store, see `new_barriers`.
+    """
     blocks = gl.allocate_shared_memory(of.dtype, [STILL + SLOTS] + of.block_shape, of.layout)
     full, empty = new_barriers(SLOTS)
     still_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     still_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn, store_turn = new_barriers(2)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    store_turn = turn
+    if STORES:
+        store_turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(2):
+        mbarrier.init(turn.index(w), count=1)
+        if STORES:
+            mbarrier.init(store_turn.index(w), count=1)
     mbarrier.init(still_full, count=1)
     mbarrier.init(still_empty, count=2)
     fence_async_shared()
@@ -293,7 +302,7 @@ def softmax_in_turns(
     least = 0 if exponentials is None else gl.where(first > 0, 0, 1)  # see `softmax_tiles`
     columns = gl.cdiv(gl.maximum(n, least), TILE)
     work = cut_work(columns, gl.cdiv(V, VOCAB_TILE), gl.cdiv(H, STEP), PROGRAMS)
-    ring = new_ring(rows, STILL, SLOTS)
+    ring = new_ring(rows, STILL, SLOTS, exponentials is not None)
     staged = ring.blocks.index(0)  # unused
     if exponentials is not None:
         staged = gl.allocate_shared_memory(exponentials.dtype, [TILE, WIDTH], exponentials.layout)
