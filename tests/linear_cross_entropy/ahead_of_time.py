@@ -192,7 +192,8 @@ def spills(launch, capability, most=SPILLED):
 
 def _compile(source, launch, capability):
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
-    assert barriers_are_apart(kernel.asm["ptx"]), f"{launch.kernel.__name__} has barriers that it doesn't use"
+    unused = unused_barriers(kernel.asm["ttgir"])
+    assert not unused, f"{launch.kernel.__name__} makes barriers that it doesn't use: {unused}"
     registers, stack = _resources(kernel.asm["cubin"])
     given = {p: launch.arguments[p.name] for p in launch.kernel.params}
     constants = {p.name: x if p.is_constexpr else x is not None for p, x in given.items()}
@@ -212,17 +213,19 @@ def _resources(cubin):
     return int(registers), int(stack)
 
 
-def barriers_are_apart(ptx):
-    """Whether barriers lie next to each other in shared memory.  One that a kernel makes and doesn't use lies among
-    blocks, as the compiler gives its memory to them; when a GPU switches between processes it writes there.
+def unused_barriers(ttgir):
+    """The barriers that a kernel in Gluon makes and doesn't use: the compiler gives their memory to something else,
+    where a GPU writes when it switches between processes.
     """
-    places = dict.fromkeys(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx), 0)
-    for made, of, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
-        if of in places:
-            places[made] = places[of] + int(offset)
-    barriers = [places[x] for x in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
-    apart = len(set(barriers)) == len(barriers)
-    return apart and (not barriers or max(barriers) - min(barriers) <= 16 * len(barriers))
+    # The code of further groups of warps has names of its own; what it uses is given to it by this.
+    code = ttgir.split("partition0(")[0]
+    found = []
+    for name in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)*1xi64,", code):
+        each = "|".join([name, *re.findall(rf"(%\w+) = ttg\.memdesc_index {name}\[", code)])
+        uses = re.findall(rf"^(.*)(?:{each})\b(?! =)", code, re.MULTILINE)
+        if all("init_barrier" in use or "memdesc_index" in use for use in uses):
+            found.append(name)
+    return found
 
 
 def is_serialized(ptx):

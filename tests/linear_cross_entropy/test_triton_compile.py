@@ -9,9 +9,22 @@ from unittest import mock
 import ahead_of_time
 import pytest
 import torch
-from ahead_of_time import PRODUCTS, compile_all, is_serialized, launches, recording, turned, weights_read
+import triton
+from ahead_of_time import (
+    PRODUCTS,
+    compile_all,
+    is_serialized,
+    launches,
+    recording,
+    turned,
+    unused_barriers,
+    weights_read,
+)
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from onchip.torch import linear_log_probs
+from onchip.kernels.triton import trial
+from onchip.torch import linear_cross_entropy, linear_log_probs
 from onchip.vocab.triton import gradients as triton_gradients
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import softmax as triton_softmax
@@ -142,6 +155,23 @@ def test_in_turns(hidden, vocab, options):
         assert k.spilled <= 24, (k.kernel, k.constants, k.stack)
         assert "wgmma.mma_async" in k.ptx
         assert not is_serialized(k.ptx)
+
+
+def test_a_barrier_that_nothing_uses():
+    source = GluonASTSource(trial.product, {"x": f"tensordesc<bf16[64, 64],{trial.LAYOUT!r}>"}, {}, {})
+    made = triton.compile(source, target=GPUTarget("cuda", HOPPER[0], 32), options={"num_warps": 4})
+    assert len(unused_barriers(made.asm["ttgir"])) == 1  # `empty` of `new_barriers`
+
+
+@pytest.mark.parametrize("hidden", [128, 576, 896])
+def test_in_turns_where_nothing_is_kept(hidden):
+    with recording(HOPPER, in_turns=True) as found, torch.no_grad():
+        weight = torch.zeros(1000, hidden, dtype=torch.bfloat16)
+        linear_cross_entropy(weight[:300], weight, torch.zeros(300, dtype=torch.int64), backend="triton")
+    (made,) = (k for k in compile_all(found, HOPPER[0]) if k.kernel == "softmax_in_turns")
+    assert not made.constants["exponentials"]
+    assert_fits([made], HOPPER[1])
+    assert made.spilled <= 24
 
 
 @pytest.mark.parametrize(
