@@ -506,7 +506,8 @@ def _loss_call(static: Static, constants: tuple[jax.Array, Transform], source: A
     (ids, transform), of = constants, source()
     one = ids.shape[1] == 1
     tokens = select(ids[:, 0] if one else jnp.where((ids != IGNORED).any(1), 0, IGNORED))
-    return LossCall(of, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED), shard=static.shard)
+    own = tokens.take(ids, IGNORED)
+    return LossCall(of, transform.by_row(tokens), tokens, own, shard=static.shard)
 
 
 def _wanted(static: Static, constants: Any) -> Wanted:
