@@ -1,7 +1,8 @@
-"""What docs/conf.py makes of the pages: signatures of the ops, lists of results."""
+"""The pages' links, and what docs/conf.py makes of the pages: signatures of the ops, lists of results."""
 
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,3 +42,29 @@ def test_the_results_of_an_op_begin_with_those_that_the_numbers_show(conf, op):
     assert not set(re.findall(r'href="([\w.-]+\.json)"', before)) & shown
     dates = [name[:10] for name in re.findall(r'href="([\w.-]+\.json)"', before)]
     assert dates == sorted(dates, reverse=True)
+
+
+def anchors(page):
+    """What links to a page may name: its headings, as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    made, times = set(re.findall(r'(?:name|id)="([^"]+)"', text)), Counter()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        made.add(f"{name}-{times[name]}" if times[name] else name)
+        times[name] += 1
+    return made
+
+
+def test_links_of_the_pages_lead_somewhere():
+    wrong = []
+    for page in [*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(((?!https?:|mailto:)[^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            to = page.parent / path if path else page
+            # Those of the API page are made when the site is.
+            named = not anchor or to.suffix != ".md" or anchor.startswith("onchip.") or anchor in anchors(to)
+            if not (to.exists() and named):
+                wrong.append(f"{page.relative_to(DOCS.parent)}: {link}")
+    assert wrong == []
