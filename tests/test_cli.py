@@ -130,6 +130,16 @@ def test_a_table_cuts_no_word(columns):
     assert set(" ".join(map(str, row)).split()) <= set(printed.replace("|", " ").split())
 
 
+@pytest.mark.parametrize("columns", range(40, 90))
+def test_a_table_of_several_wide_columns_cuts_no_word(columns):
+    console = Console(width=columns, file=io.StringIO())
+    rows = [["all but one ignored", "bfloat16", "plain entropy", "log_sum_sq_probs", "6.7e-08", Text("ok")]]
+    print_table(console, ["case", "dtype", "implementation", "worst of", "error", ""], rows, right=("error",))
+    printed = console.file.getvalue()
+    assert all(len(line.rstrip()) <= columns for line in printed.splitlines())
+    assert set(" ".join(map(str, rows[0])).split()) <= set(printed.replace("|", " ").split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -24,15 +24,20 @@ def print_table(
     if title:
         console.print(f"\n{title}", style="bold", highlight=False, markup=False)
     texts = [[cell.plain if isinstance(cell, Text) else cell for cell in row] for row in rows]
+    by_column = list(zip(columns, *texts, strict=True))
     # Numbers stay with their units.
     measures = [cell_len if name in right else _longest_word for name in columns]
-    by_column = zip(measures, zip(columns, *texts, strict=True), strict=True)
-    widths = [max(map(measure, cells)) for measure, cells in by_column]
-    if sum(widths) + 2 * (len(columns) - 1) <= console.width:
+    least = [max(map(measure, cells)) for measure, cells in zip(measures, by_column, strict=True)]
+    widths = [max(map(cell_len, cells)) for cells in by_column]
+    room = console.width - 2 * (len(columns) - 1)
+    if sum(least) <= room:
+        while sum(widths) > room:
+            # The widest of the columns that can wrap.
+            _, widest = max((width, at) for at, width in enumerate(widths) if width > least[at])
+            widths[widest] -= 1
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
         for name, width in zip(columns, widths, strict=True):
-            numeric = name in right
-            table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, min_width=width)
+            table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, width=width)
         for row in rows:
             table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
         console.print(table)
