@@ -36,8 +36,13 @@ WRONG = {
     "budget": (ValueError, {"scratch_bytes": 100}, "scratch_bytes=100 is too small; the call needs at least"),
     "budget's unit": (ValueError, {"scratch_bytes": "1GB"}, "did you mean '1GiB'"),
     "no mask": (TypeError, {"mask": None}, "mask must be one of Full, Causal"),
-    "a matrix": (TypeError, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "mask must be one of"),
-    "a class": (TypeError, {"mask": Causal}, "mask must be one of"),
+    "a matrix": (
+        TypeError,
+        {"mask": torch.ones(6, 6, dtype=torch.bool)},
+        "got Tensor; for an attention_mask [B, T] of 1 and 0 pass Documents(attention_mask, padding=0) & Causal()",
+    ),
+    "a class": (TypeError, {"mask": Causal}, "got type; pass one of it, as Causal()"),
+    "an empty window": (ValueError, {"mask": Window(-1)}, "Window(left=-1, right=0) sees nothing; pass None, not -1"),
     "offset": (TypeError, {"mask": Causal(1.0)}, "Causal.offset must be an int; got float"),
     "left": (TypeError, {"mask": Window(True)}, "Window.left must be an int; got bool"),
     "size": (ValueError, {"mask": Chunked(0)}, "Chunked.size must be above 0; got 0"),
@@ -80,6 +85,14 @@ def test_what_is_wrong_raises(name):
     error, changes, message = WRONG[name]
     with pytest.raises(error, match=f"attention: .*{re.escape(message)}"):
         attention(**{"q": Q, "k": K, "v": V, **changes})
+
+
+def test_the_remedy_for_an_attention_mask_is_what_it_says():
+    attention_mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
+    out = attention(Q, K, V, Documents(attention_mask, padding=0) & Causal())
+    for row, kept in enumerate(attention_mask.bool()):
+        alone = attention(Q[row, kept], K[row, kept], V[row, kept], Causal())
+        torch.testing.assert_close(out[row, kept], alone)
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,7 @@ def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:
     if not isinstance(mask, Mask):
         raise TypeError(
             f"{OP}: mask must be one of {', '.join(x.__name__ for x in MASKS[:-1])}, or several combined by &; got "
-            f"{type(mask).__name__}"
+            f"{type(mask).__name__}{_instead_of(mask)}"
         )
     name = type(mask).__name__
     for field in fields(mask):
@@ -378,6 +378,22 @@ def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:
             if kind not in dtype:
                 must = "bool" if kind == "bool" else "integers"
                 raise TypeError(f"{OP}: {name}.{field.name} must be {must}; got {dtype}")
+    if isinstance(mask, Window) and mask.left is not None and mask.right is not None and mask.left + mask.right < 0:
+        raise ValueError(
+            f"{OP}: Window(left={mask.left}, right={mask.right}) sees nothing; pass None, not -1, for no bound"
+        )
+
+
+def _instead_of(mask: Any) -> str:
+    """What to pass in place of what is no mask, as a remedy for an error."""
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        return f"; pass one of it, as {mask.__name__}()"
+    if hasattr(mask, "shape"):
+        return (
+            "; for an attention_mask [B, T] of 1 and 0 pass Documents(attention_mask, padding=0) & Causal(); a matrix "
+            "[Tq, Tk] is none of them, unless it is made of tiles (Blocked)"
+        )
+    return ""
 
 
 def mask_arrays(mask: Mask) -> list[Array]:
