@@ -132,6 +132,7 @@ def test_a_gradient_of_rows_that_see_nothing_may_be_anything():
         (TypeError, "Documents.ids must be integers", lambda q, k, v: attention(q, k, v, Documents(IDS * 1.0))),
         (TypeError, "Documents.ids must be an array", lambda q, k, v: attention(q, k, v, Documents([0, 1]))),
         (ValueError, r"Documents.ids must be \[2, 12\]", lambda q, k, v: attention(q, k, v, Documents(IDS[:, :3]))),
+        (ValueError, "must begin with 0", lambda q, k, v: Documents.from_cu_seqlens(jnp.array([5, 7]), 12)),
         (ValueError, "in two places", lambda q, k, v: attention(q, k, v, Documents(IDS.at[:, -1].set(0)))),
         (TypeError, "q is float32 but v is bfloat16", lambda q, k, v: attention(q, k, v.astype("bfloat16"))),
         (ValueError, "isn.t a multiple", lambda q, k, v: attention(q[:, :, :3], k, v)),

@@ -131,6 +131,20 @@ def test_documents_from_lengths_some_of_them_zero():
     assert torch.equal(attention(q, k, v, mask)[:, 9:], torch.zeros(1, 3, 4, 8, dtype=q.dtype))
 
 
+@pytest.mark.parametrize("wrong", [[4, 4, 9], [0, 9, 4], [5, 7]])
+def test_lengths_for_their_sums_raise(wrong):
+    with pytest.raises(ValueError, match=r"attention: cu_seqlens must begin with 0 and never fall; got \["):
+        Documents.from_cu_seqlens(torch.tensor(wrong), 12)
+
+
+def test_sums_of_lengths_may_be_traced():
+    @torch.compile(backend="eager", fullgraph=True)
+    def ids(sums):
+        return Documents.from_cu_seqlens(sums, 12).ids
+
+    assert ids(torch.tensor([0, 4, 9])).tolist() == [[0] * 4 + [1] * 5 + [2] * 3]
+
+
 def test_documents_of_no_tokens():
     q, k, v = drawn(queries=0)
     assert attention(q, k, v, Documents(torch.zeros(0, dtype=torch.int64)) & Causal()).shape == q.shape

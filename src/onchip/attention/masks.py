@@ -48,6 +48,8 @@ class MaskArrays(NamedTuple):
     """`count_not_above(x, y)`, x [B, N] that never falls, y [B, M]: how many of a row's x are at most y, int32."""
     values: Callable[[Array], Any]
     """A NumPy array of the numbers, or None where there are none yet."""
+    values_at_hand: Callable[[Array], Any]
+    """The same, also None where reading them would wait for a GPU."""
 
 
 KNOWN: dict[str, MaskArrays] = {}
@@ -236,8 +238,18 @@ class Documents(Mask):
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Array, tokens: int) -> "Documents":  # [N + 1]
-        """Documents that end at cu_seqlens[1:], in one row of `tokens` tokens; those after the last end are padding."""
+        """Documents that end at cu_seqlens[1:], in one row of `tokens` tokens; those after the last end are padding.
+
+        Raises ValueError, where the numbers can be read without waiting for a GPU, unless they begin with 0 and never
+        fall.
+        """
         of = arrays_of(cu_seqlens)
+        known = of.values_at_hand(cu_seqlens)
+        if known is not None and known.size and (known[0] != 0 or (known[1:] < known[:-1]).any()):
+            raise ValueError(
+                f"{OP}: cu_seqlens must begin with 0 and never fall; got {known[:8].tolist()}"
+                f"{'...' if known.size > 8 else ''}; from lengths pass [0, *accumulate(lengths)]"
+            )
         ends = of.integers(cu_seqlens)[None, 1:]
         ids = of.count_not_above(ends, of.positions(cu_seqlens, tokens, 0)[None])
         return Documents(ids, padding=ends.shape[1])

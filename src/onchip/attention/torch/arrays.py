@@ -22,4 +22,5 @@ KNOWN["torch"] = MaskArrays(
     running_min=lambda x: x.flip(-1).cummin(-1).values.flip(-1),
     count_not_above=_count_not_above,
     values=lambda x: x.numpy(force=True) if has_values(x) else None,
+    values_at_hand=lambda x: x.numpy(force=True) if has_values(x) and x.device.type == "cpu" else None,
 )
