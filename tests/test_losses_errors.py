@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ TARGETS = {
 DOUBLE = {"hidden": torch.randn(2, 12, 16).double(), "weight": torch.randn(70, 16).double(), "bias": None}
 # Of those with a weight.
 LINEAR = {
-    "weight is transposed": ({"weight": torch.randn(16, 70)}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]; pass weight.T"),
+    "weight is transposed": ({"weight": torch.randn(16, 70)}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]; pass weight.T, or, if hidden holds logits, the hidden states that made them"),
     "weight is 1-d": ({"weight": torch.randn(16)}, ValueError, "weight must be [V, H], V, H >= 1; got shape [16]"),
     "weight is 3-d": ({"weight": torch.randn(2, 70, 16)}, ValueError, "weight must be [V, H]"),
     "weight has no rows": ({"weight": torch.randn(0, 16)}, ValueError, "weight must be [V, H], V, H >= 1"),
@@ -92,6 +93,7 @@ LINEAR = {
     "H is 0": ({"hidden": torch.randn(2, 12, 0), "weight": torch.randn(70, 0)}, ValueError, "V, H >= 1"),
     "hidden is 0-d": ({"hidden": torch.randn(())}, ValueError, "hidden must be [..., H]"),
     "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a torch.Tensor; got list"),
+    "hidden is a model's output": ({"hidden": SimpleNamespace(last_hidden_state=ONES)}, TypeError, "got SimpleNamespace; pass its last_hidden_state"),
     "hidden is float64": ({"hidden": torch.randn(2, 12, 16).double()}, TypeError, "hidden is float64 but weight is float32; cast one of them"),
     "hidden is int": ({"hidden": torch.ones(2, 12, 16, dtype=torch.int64)}, TypeError, "hidden must be float32, bfloat16, float16 or float64; got int64"),
     "16-bit dtypes differ": ({"hidden": torch.randn(2, 12, 16).half(), "weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float16 but weight is bfloat16, and neither dtype holds the other's numbers; cast one of them, or run under torch.autocast"),

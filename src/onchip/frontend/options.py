@@ -265,7 +265,7 @@ def check_head(op: str, shapes: Shapes, *, layout: str | None = None, whose: str
         other = {"vh": "hv", "hv": "vh"}.get(layout or "")
         remedy = f"; or pass weight_layout={other!r}" if other and hidden[-1] == vocab else ""
         if layout is None and hidden[-1] == vocab:
-            remedy = f"; pass {w}.T"
+            remedy = f"; pass {w}.T, or, if {h} holds logits, the hidden states that made them"
         raise ValueError(f"{op}: {h} has H={hidden[-1]} but {w} has H={size}; {must}{remedy}")
     if bias is not None and bias != (vocab,):
         raise ValueError(f"{op}: {b} has shape {list(bias)} but {w} has V={vocab}; {b} must be [V]")

@@ -76,6 +76,8 @@ def require_tensor(op: str, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         refuse_numpy(op, name, x)
         remedy = _instead_of_module(op, name) if isinstance(x, Module) else ""
+        if hasattr(x, "last_hidden_state"):  # what a model of transformers returns
+            remedy = "; pass its last_hidden_state"
         raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}{remedy}")
     if type(x) not in (Tensor, Parameter) and is_dtensor(x):
         raise TypeError(
@@ -97,7 +99,9 @@ def require_tensor(op: str, name: str, x: Any) -> None:
 def _instead_of_module(op: str, name: str) -> str:
     if op in OF_HEADS and name.endswith("weight"):
         return f"; pass the head, or its model, to {OF_HEADS[op]}, which includes adapters on the head too"
-    return f"; pass a parameter of it, as {name}.weight"
+    if name.endswith(("weight", "bias")):
+        return f"; pass a parameter of it, as {name}.weight"
+    return "; pass a tensor that it returned"
 
 
 def refuse_numpy(op: str, name: str, x: Any) -> None:
