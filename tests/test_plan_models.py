@@ -70,6 +70,21 @@ def test_configs_that_transformers_writes(tmp_path):
     assert [row.chunk["out_features"] for row in layers] == [96 + 2 * 24, 96, 400, 96]
 
 
+def test_latent_attention(tmp_path):
+    from transformers import DeepseekV3Config
+
+    named = plan("attention", tokens=8192, model="deepseek-v3").sizes
+    assert named == {"tokens": 8192, "heads": 128, "key_heads": 128, "head_size": 192, "value_size": 128}
+    DeepseekV3Config().save_pretrained(tmp_path)
+    assert plan("attention", tokens=8192, config=tmp_path).sizes == named
+    with pytest.raises(ValueError, match="aren't all of the usual kind"):
+        plan("fp8_linear", tokens=8192, config=tmp_path)
+    config = {"hidden_size": 64, "vocab_size": 1000, "num_attention_heads": 4, "kv_lora_rank": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="aren't of the usual kind; give heads, key_heads, head_size, and value_size"):
+        plan("attention", tokens=8192, config=tmp_path)
+
+
 def test_a_config_that_lacks_a_size_takes_it_from_the_call(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 64}}')
     assert plan(tokens=8, config=tmp_path, vocab=1000).sizes["vocab"] == 1000

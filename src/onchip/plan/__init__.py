@@ -161,6 +161,7 @@ def plan(
         tokens *= choices
     if "heads" in known.needs and found and not (heads or key_heads or head_size):
         heads, key_heads, head_size = found.heads, found.key_heads, found.head_size
+        value_size = value_size or found.value_size
     for name, size in (("hidden", hidden), ("vocab", vocab)):
         if name in known.needs and size is None:
             config_of = f"{config} has no {name} size; " if config is not None else ""

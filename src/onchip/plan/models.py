@@ -26,9 +26,11 @@ class ModelSizes:
     feed_forward: int | None = None
     """Width of a gated layer; None where a block has none, as with experts."""
     heads: int | None = None
-    """Query heads; None where the keys and values of attention don't have the queries' head size."""
+    """Query heads."""
     key_heads: int | None = None
     head_size: int | None = None
+    value_size: int | None = None
+    """The size of a head of values where it isn't `head_size`, as in latent attention."""
     experts: int | None = None
     """Experts in a layer; None where there are none."""
     expert_choices: int | None = None
@@ -161,8 +163,14 @@ def model_of_config(path: Path) -> ModelSizes:
         features = _size(file, merged, ("moe_intermediate_size",)) or wide
         model = replace(model, experts=experts, expert_choices=choices, expert_features=features)
     heads = _size(file, merged, ("num_attention_heads", "n_head"))
-    if hidden is None or heads is None or "kv_lora_rank" in merged:
+    if hidden is None or heads is None:
         return model
+    if "kv_lora_rank" in merged:  # latent attention, whose projections `linears` doesn't have
+        latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        of_head, rotated, values = (_size(file, merged, (name,)) for name in latent)
+        if of_head is None or rotated is None or values is None:
+            return model
+        return replace(model, heads=heads, key_heads=heads, head_size=of_head + rotated, value_size=values)
     size = _size(file, merged, ("head_dim",)) or hidden // heads
     key_heads = _size(file, merged, ("num_key_value_heads",)) or heads
     gated = merged.get("model_type") in _GATED
