@@ -58,7 +58,7 @@ TARGETS = {
     "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name for it)"),
     "a label of -1": ({"target": torch.full((2, 12), -1)}, ValueError, "24 of 24 targets are out of range; if -1 marks tokens to ignore, pass ignore_index=-1"),
     "target and labels": ({"labels": INTEGERS}, TypeError, "labels is another name for target; pass one of them"),
-    "labels too short": ({"target": None, "labels": INTEGERS[:, :11]}, ValueError, "target has shape [2, 11] but"),
+    "labels too short": ({"target": None, "labels": INTEGERS[:, :11]}, ValueError, "was cut off, pass all labels with shift=True"),
     "token_weight is flat": ({"token_weight": ONES.flatten()}, ValueError, "token_weight has shape [24]"),
     "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a torch.Tensor"),
     "token_weight is complex": ({"token_weight": ONES + 0j}, TypeError, "token_weight must be real"),
@@ -142,7 +142,7 @@ OWN = {
     },
     CE: {
         "nothing to shift along": ({"logits": torch.randn(70), "target": INTEGERS[0, 0], "shift": True}, ValueError, "shift=True needs target of shape [..., S], a sequence of S tokens; got no dimension; pass shift=False for a single token"),
-        "vocabulary in dimension 1": ({"logits": torch.randn(2, 70, 12)}, ValueError, "target must have logits' leading dimensions, [2, 70]"),
+        "vocabulary in dimension 1": ({"logits": torch.randn(2, 70, 12)}, ValueError, "target must have logits' leading dimensions, [2, 70]; if V is their second dimension, as in F.cross_entropy, move it"),
         "in place, a leaf": ({"inplace_backward": True}, ValueError, "inplace_backward=True would overwrite logits that are a leaf"),
         "in place, a view of a leaf": ({"logits": torch.randn(2, 12, 80, requires_grad=True)[..., :70], "inplace_backward": True}, ValueError, "would overwrite logits that are a view of a leaf of shape [2, 12, 80]"),
         "in place, expanded": ({"logits": (2 * torch.randn(12, 70, requires_grad=True)).expand(2, 12, 70), "inplace_backward": True}, ValueError, "elements each have a place of their own in memory; got shape [2, 12, 70] with strides [0, 70, 1]"),

@@ -62,6 +62,7 @@ BOTH = [
 VALUES = [
     ({"group_sizes": np.array([2, -1, 3])}, ValueError, "group_sizes[1] is -1; sizes must be 0 or more"),
     ({"group_sizes": np.array([2, 0, 5])}, ValueError, "the sum of group_sizes up to 2 is 7, more than the T=6 rows of the product"),
+    ({"group_sizes": np.array([2, 3, 6])}, ValueError, "rows of the product; if they are where groups end, pass them as group_offsets"),
     ({"group_sizes": None, "group_offsets": np.array([2, 1, 3])}, ValueError, "group_offsets[1] is 1; offsets must be 0 or more and never decrease"),
     ({"group_sizes": None, "group_offsets": np.array([-1, 1, 3])}, ValueError, "group_offsets[0] is -1; offsets must be 0 or more"),
     ({"group_sizes": None, "group_offsets": np.array([2, 7, 7])}, ValueError, "the value of group_offsets at 1 is 7, more than the T=6 rows"),

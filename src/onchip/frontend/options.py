@@ -299,9 +299,14 @@ def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
     token has target's shape; a temperature may be one for all."""
     tokens, leading = shapes[target], shapes[of][:-1]
     if tokens != leading:
+        whole, remedy = shapes[of], ""
+        if of == "logits" and len(whole) > 2 and tokens == (whole[0], *whole[2:]):
+            remedy = "; if V is their second dimension, as in F.cross_entropy, move it to the end"
+        elif tokens and leading and tokens == (*leading[:-1], leading[-1] - 1):
+            remedy = "; if the first label of each sequence was cut off, pass all labels with shift=True"
         raise ValueError(
             f"{op}: {target} has shape {list(tokens)} but {of} has shape {list(shapes[of])}; "
-            f"{target} must have {possessive(of)} leading dimensions, {list(leading)}"
+            f"{target} must have {possessive(of)} leading dimensions, {list(leading)}{remedy}"
         )
     check_by_token(op, shapes, tokens, f"{possessive(target)} shape")
 

@@ -134,7 +134,9 @@ def check_values(p: GroupedProblem, which: str, groups: Any, rows: Any = None, s
             raise ValueError(f"{OP}: group_offsets[{i}] is {end}; offsets must be 0 or more and never decrease")
         if end > p.tokens:
             what = "sum of group_sizes up to" if which == "group_sizes" else "value of group_offsets at"
-            raise ValueError(f"{OP}: the {what} {i} is {end}, more than the T={p.tokens} rows of the product")
+            ends_instead = which == "group_sizes" and of == sorted(of) and of[-1] == p.tokens
+            remedy = "; if they are where groups end, pass them as group_offsets" if ends_instead else ""
+            raise ValueError(f"{OP}: the {what} {i} is {end}, more than the T={p.tokens} rows of the product{remedy}")
     last = ends[-1]
     for name, indices, limit in (("rows", rows, p.source_rows), ("scatter_rows", scatter_rows, p.out_rows)):
         if indices is None:
