@@ -39,6 +39,7 @@ ONE_IN_EACH[..., 0] = True
         {"key_value_seq_lengths": LENGTHS},
         {"query_seq_lengths": LENGTHS},
         {"mask": ONE_IN_EACH, "is_causal": True},
+        {"mask": ONE_IN_EACH[:, :, :1], "is_causal": True},
     ],
     ids=lambda x: " ".join(x) or "full",
 )
@@ -83,7 +84,12 @@ def test_more_than_jax_nn():
         (ValueError, "bias must be None", {"bias": jnp.zeros((1, 1, 9, 9))}),
         (TypeError, "mask must be one of onchip.masks, or a bool array; got float32", {"mask": jnp.zeros((9, 9))}),
         (ValueError, "the same for all heads", {"mask": jnp.ones((2, 4, 9, 9), bool)}),
-        (ValueError, r"blocks must be \[2, 9, 9\]", {"mask": jnp.ones((2, 1, 9, 1), bool)}),
+        (ValueError, r"blocks must be \[2, 9, 9\]", {"mask": jnp.ones((3, 1, 9, 1), bool)}),
+        (
+            ValueError,
+            r"T=9 and S=9 or 1; got shape \[2, 9\]; for keys that are padding",
+            {"mask": jnp.ones((2, 9), bool)},
+        ),
         (ValueError, "local_window_size must be", {"local_window_size": -1}),
         (TypeError, r"query_seq_lengths must be an array \[B\]", {"query_seq_lengths": 3}),
         (ValueError, "backend must be one of 'auto', 'mosaic_gpu', 'xla'; got 'cudnn'", {"implementation": "cudnn"}),

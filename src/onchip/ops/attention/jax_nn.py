@@ -1,6 +1,6 @@
 """attention with the arguments of `jax.nn.dot_product_attention`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -78,8 +78,8 @@ def dot_product_attention(
         key: [B, S, K, H] or [S, K, H], with N a multiple of K.
         value: as key.
         bias: None.  Scores have no bias here.
-        mask: one of `onchip.masks`, or a bool array [T, S], [B, 1, T, S] or [1, 1, T, S].  An array isn't made of
-            ranges, so it takes the backend "xla".
+        mask: one of `onchip.masks`, or a bool array [T, S], [B, 1, T, S] or [1, 1, T, S]; T or S may be 1, as in
+            [B, 1, 1, S] for keys that are padding.  An array isn't made of ranges, so it takes the backend "xla".
         scale: factor of the products, by default 1 / sqrt(H).
         is_causal: whether query i sees only the keys up to i.
         query_seq_lengths: [B] integers: queries from this one on see nothing, and their result is 0.
@@ -113,7 +113,7 @@ def dot_product_attention(
         raise ValueError(f"{OP}: bias must be None, as scores have no bias here; use jax.nn.dot_product_attention")
     require_bool(OP, "is_causal", is_causal)
     require_bool(OP, "return_residual", return_residual)
-    made = mask_of(OP, mask)
+    made = mask_of(OP, mask, [x.shape[-3] for x in (query, key) if is_array(x) and x.ndim > 2])
     if is_causal:
         made = made & Causal()
     if local_window_size is not None:
@@ -134,8 +134,9 @@ def dot_product_attention(
     )
 
 
-def mask_of(op: str, mask: Any) -> Mask:
-    """One of `onchip.masks`, from such a mask, None, or a bool array [B, 1, T, S] or its last three or two dimensions.
+def mask_of(op: str, mask: Any, sizes: Sequence[int]) -> Mask:
+    """One of `onchip.masks`, from such a mask, None, or a bool array [B, 1, T, S] or its last three or two dimensions,
+    the last two of which may be 1; `sizes` are T and S.
 
     Raises:
         TypeError, ValueError: any other mask.
@@ -150,6 +151,13 @@ def mask_of(op: str, mask: Any) -> Mask:
     if mask.ndim not in (2, 3, 4) or (mask.ndim > 2 and mask.shape[-3] != 1):
         raise ValueError(f"{op}: mask must be [B, 1, T, S], the same for all heads; got shape {list(mask.shape)}")
     array = jnp.asarray(mask)
+    if len(sizes) == 2:  # else attention refuses query or key
+        if any(x not in (1, size) for x, size in zip(array.shape[-2:], sizes, strict=True)):
+            raise ValueError(
+                f"{op}: mask must be [B, 1, T, S], T={sizes[0]} and S={sizes[1]} or 1; got shape {list(mask.shape)}; "
+                "for keys that are padding, [B, S], pass mask[:, None, None, :]"
+            )
+        array = jnp.broadcast_to(array, (*array.shape[:-2], *sizes))
     return Blocked(array.reshape(-1, *array.shape[-2:]), 1)
 
 
