@@ -43,6 +43,7 @@ NUMBERS += [(f, "normalizer") for f in (cross_entropy, linear_cross_entropy, lin
 by_name = {"ids": lambda x: x if isinstance(x, str) else getattr(x, "__name__", None)}
 BAD = {
     "Tensor": (lambda x: torch.from_numpy(np.array(x)), "got Tensor; pass jax.numpy.from_dlpack({})"),
+    "Param": (lambda x: type("Param", (), {"__jax_array__": lambda self: x})(), "got Param; pass {}[...]"),  # Flax's
     "list": (lambda x: x.tolist(), "got list; pass jax.numpy.asarray({})"),
     "object": (lambda x: np.array(x, object), "{} holds Python objects; pass numbers, as by {}.astype(...)"),
 }

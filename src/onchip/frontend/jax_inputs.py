@@ -68,6 +68,8 @@ def require_arrays(op: str, named: Mapping[str, Any], optional: Collection[str])
 
 def _remedy(name: str, x: Any) -> str:
     """What to pass for `x`, which is no array of JAX's or NumPy's."""
+    if hasattr(x, "__jax_array__"):  # such as a Param of Flax
+        return f"; pass {name}[...]"
     if hasattr(x, "__dlpack__"):
         return f"; pass jax.numpy.from_dlpack({name})"
     return f"; pass jax.numpy.asarray({name})" if isinstance(x, (list, tuple)) else ""
