@@ -209,8 +209,8 @@ LINES = (
     Shown("its LoRA", "the same, frozen head", "linear_cross_entropy-hopper-peers", "llama3.1-8b-t8192-frozen"),
     Shown("on answers", "the same, 90% ignored", "linear_cross_entropy-users", "llama3.1-8b-t8192-ignored"),
     Shown(
-        "varying lengths", "Llama 3.1 8B, mean of 40 new", "linear_cross_entropy-lengths", "llama3.1-8b-lengths",
-        plain=("torch.compile(dynamic=True)",), mode="40 lengths, first time", median="mean_ms",
+        "varying lengths", "Llama 3.1 8B, mean of 40 new lengths", "linear_cross_entropy-lengths",
+        "llama3.1-8b-lengths", plain=("torch.compile(dynamic=True)",), mode="40 lengths, first time", median="mean_ms",
     ),
     Shown(
         "packed attention", "16384 tokens in documents", "attention", "documents-2048",
