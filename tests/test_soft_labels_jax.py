@@ -1,4 +1,4 @@
-"""Soft labels in JAX: compared with the oracle, under vmap, their memory, and every way to pass them wrongly."""
+"""Soft labels in JAX: compared with the oracle, under vmap, and every way to pass them wrongly."""
 
 from functools import partial
 
@@ -10,11 +10,8 @@ import torch
 
 from losses import CE, LCE
 from onchip.jax import TopK, cross_entropy, linear_cross_entropy
-from onchip.vocab.memory import Problem
-from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.xla import memory
 from shared import assert_refused
-from shared_jax import assert_same, temporary_bytes
+from shared_jax import assert_same
 from soft_labels import everything, oracle, problem, right_stats
 
 OPS = {LCE: linear_cross_entropy, CE: cross_entropy}
@@ -125,34 +122,6 @@ def test_shifted_labels(form, reduction):
     if form == "dense":
         none = parameters | {"hidden": parameters["hidden"][:, :0]}
         assert linear_cross_entropy(**none, labels=labels[:, :0], shift=True, reduction=reduction).shape == (2, 0)
-
-
-def test_the_memory_formulas():
-    shape = jax.ShapeDtypeStruct
-    measured, formulas = [], []
-    for step, arguments, formula in (
-        (
-            jax.grad(partial(cross_entropy, softcap=5.0)),
-            [shape((777, 5001), "bfloat16")] * 2,
-            row_memory.scratch_bytes(p := row_memory.RowsProblem(777, 5001, "bfloat16", xla=True, labels="bfloat16",
-                                                             softcap=True), row_memory.plan(p)),
-        ),
-        (
-            jax.value_and_grad(lambda z, q: cross_entropy(z, q, return_stats=True), has_aux=True),
-            [shape((777, 5001), "float32")] * 2,
-            row_memory.scratch_bytes(p := row_memory.RowsProblem(777, 5001, "float32", xla=True, labels="float32",
-                                                             stats=True), row_memory.plan(p)),
-        ),
-        (
-            jax.value_and_grad(partial(linear_cross_entropy, scratch_bytes=12 << 20), (0, 1)),
-            [shape((512, 64), "float32"), shape((8192, 64), "float32"), shape((512, 8192), "float32")],
-            memory.scratch_bytes(p := Problem(512, 64, 8192, labels="float32", compacted=True),
-                                 memory.plan(p, "stash", 12 << 20)),
-        ),
-    ):  # fmt: skip
-        measured.append(temporary_bytes(step, *arguments))
-        formulas.append(formula)
-    assert all(m <= f <= 2 * m for m, f in zip(measured, formulas, strict=True)), (measured, formulas)
 
 
 K = TopK(jnp.zeros((2, 12, 3), int), jnp.ones((2, 12, 3)), "probs", "truncated")

@@ -3,15 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from onchip.jax import LogProbs, linear_log_probs, log_probs
 from onchip.ops.linear_log_probs import checks
-from onchip.vocab.memory import Problem
-from onchip.vocab.xla import memory
-from shared_jax import assert_same, small_problem, temporary_bytes
-
-MORE = {"mean_logits": True, "log_sum_sq_probs": True}
+from shared_jax import assert_same, small_problem
 
 
 def test_nothing_leaks_from_ignored_tokens_and_bad_ids_give_nan():
@@ -53,22 +48,6 @@ def test_what_is_returned():
     detached = jax.grad(lambda h: sum(x.sum() for x in linear_log_probs(h, w, ids, **everything)[4:]))(h)
     assert not detached.any()
     assert linear_log_probs(h[0, 0], w, ids[0, 0, 0]).shape == ()
-
-
-@pytest.mark.parametrize("options", [{}, {"entropy": True, "softcap": 5.0}, MORE], ids=str)
-def test_the_memory_formula(options):
-    h, w, ids = (jax.ShapeDtypeStruct(s, d) for s, d in (((512, 64), "float32"), ((8192, 64), "float32"), ((512,), "int32")))  # fmt: skip # noqa: E501
-    wanted = {"softcap": "softcap" in options, "stats": "entropy" in options}
-    problem = Problem(512, 64, 8192, compacted=True, ids=1, more_stats=len(MORE) * (options is MORE), **wanted)
-    budget = memory.scratch_at_least(problem, "recompute") + (4 << 20)
-
-    def step(h, w, ids):
-        out = linear_log_probs(h, w, ids, scratch_bytes=budget, lse=True, **options)
-        return out.log_prob.sum() + (out.entropy.sum() if "entropy" in options else 0), out[4:]
-
-    temporary = temporary_bytes(jax.grad(step, (0, 1), has_aux=True), h, w, ids)
-    assert temporary <= budget
-    assert temporary >= memory.scratch_bytes(problem, memory.plan(problem, "recompute", budget)) / 3
 
 
 def test_labels_is_another_name_of_ids():
