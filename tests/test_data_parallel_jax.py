@@ -306,16 +306,43 @@ def inside_of_shard_map_where_all_tokens_count():
         assert_same(*(gradients(lambda *x, f=f: f(*x).sum())(h, w, more) for f in (mapped, op)))
 
 
-@slow
-def inside_of_shard_map():
-    mesh = mesh_of("dp")
-    h, w, y = arrays()
+def routed(h, w, y):
+    """Each token's logits over the entries that its label chooses, by groups that differ from device to device."""
+    group = y % 4
+    order = jnp.argsort(group)
+    where = {"rows": order, "scatter_rows": order, "num_rows": len(h), "row_scale": jnp.full(len(h), 0.5)}
+    return jnp.square(grouped_matmul(h, w.reshape(4, -1, 16), jnp.bincount(group, length=4), **where)).sum()
 
-    def on_device(h, w, y):
-        return jax.lax.psum(linear_cross_entropy(h, w, y, reduction="sum"), "dp")
 
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P())
-    assert_same(gradients(mapped)(h, w, y), gradients(partial(linear_cross_entropy, reduction="sum"))(h, w, y))
+SMALL = {"reduction": "sum", "scratch_bytes": 450_000}
+IN_SHARD_MAP = {
+    "grouped_matmul": routed,
+    "linear_cross_entropy, stash": partial(linear_cross_entropy, reduction="sum", strategy="stash"),
+    "linear_cross_entropy, recompute": partial(linear_cross_entropy, strategy="recompute", **SMALL),
+    "linear_log_probs": lambda h, w, y: linear_log_probs(h, w, y, scratch_bytes=450_000).sum(),
+    "linear_jsd": lambda h, w, y: linear_jsd(h, w, h, w[::-1], labels=y, hard_weight=0.5, reduction="sum"),
+    "cross_entropy": lambda h, w, y: cross_entropy(logits(h, w), y, reduction="sum"),
+}
+
+
+def inside_of_shard_map(op):
+    """Devices have their own numbers of chunks, since others of their tokens count."""
+    rng = np.random.default_rng(0)
+    h, w = np.float32(rng.standard_normal((128, 16))), np.float32(rng.standard_normal((1100, 16)))
+    y = rng.integers(1100, size=128).astype(np.int32)
+    y[:50] = -100
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def step(h, w, y):
+        loss, grads = jax.value_and_grad(op, (0, 1))(h, w, y)
+        return jax.lax.psum(loss, "dp"), grads
+
+    # JAX itself sums the gradient of weight, which all devices have, over them.
+    specs = {"in_specs": (P("dp"), P(), P("dp")), "out_specs": (P(), (P("dp"), P()))}
+    assert_same(jax.jit(jax.shard_map(step, mesh=mesh, **specs))(h, w, y), gradients(op)(h, w, y))
+
+
+CHECKS |= {f"{name}, in shard_map": partial(inside_of_shard_map, op) for name, op in IN_SHARD_MAP.items()}
 
 
 @check
