@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import onchip.torch
 from edges import BY_KERNELS, CALLS, by_kernels, check_kernels
 from every_loss import Recorded, check_operator
+from float64 import examples
 from losses import nan_filled
 from onchip.torch import TopK
 
@@ -153,6 +154,24 @@ def test_several_upstream_gradients_at_once(call):
     check_refusals(call, "cpu")
 
 
+@each_call
+def test_derivatives_forward(call):
+    """Refused, as torch.func's gradients are."""
+    leaves, options = call.prepare()
+    names, (x, *others) = list(leaves), leaves.values()
+
+    def first(x):
+        return call.outputs(dict(zip(names, (x, *others), strict=True)), options)[0]
+
+    ones = torch.ones_like(x)
+    for transform in (torch.func.grad(first), lambda x: torch.func.jvp(first, (x,), (ones,))):
+        with pytest.raises(RuntimeError, match=r"[A-Za-z_]+: torch\.func transforms .* are not supported"):
+            transform(x.detach())
+    refused = pytest.raises(RuntimeError, match="forward-mode differentiation is not supported")
+    with torch.autograd.forward_ad.dual_level(), refused:
+        first(torch.autograd.forward_ad.make_dual(x.detach(), ones))
+
+
 def check_refusals(call, device):
     leaves, options = call.prepare(device)
     names, tensors = list(leaves), tuple(leaves.values())
@@ -282,14 +301,14 @@ def run(operator, arguments):
 
 @pytest.mark.parametrize("name", FLOAT64)
 def test_gradcheck(name):
-    """Of all calls in float64; test_float64.py has the losses entry by entry."""
+    """Of all calls in float64; of the losses entry by entry."""
     call = FLOAT64[name]
     leaves, options = call.prepare()
 
     def function(*given):
         return tuple(call.outputs(dict(zip(leaves, given, strict=True)), options))
 
-    assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=name not in examples("target"))
 
 
 # ------------------------------------------------------------------------------------------------ of the Triton kernels
