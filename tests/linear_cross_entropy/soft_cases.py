@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
+import soft_labels
+from losses import LCE
 from onchip.jax import TopK, linear_cross_entropy
-from onchip.oracle.reference import Linear
-from soft_oracle import SoftLabels, soft_cross_entropy
 
 # Of gradients: two roundings or three to 16 bits, of the logits' gradient, of hidden and of the result.
 BOUNDS = {"bfloat16": 5e-3, "float16": 7e-4}
@@ -94,38 +95,16 @@ def exact(x):
 
 def oracle(case, given, labels, more, upstream):
     """The loss and its gradients, and the statistics."""
-    arrays = {name: exact(x) for name, x in (given | more).items()}
+    tensors = {name: torch.from_numpy(exact(x)) for name, x in (given | more).items()}
+    arrays = {"bias": torch.zeros(case.vocab)} | {name: tensors.pop(name) for name in given}
     if case.ids:
-        values = exact(labels.values)
-        values = np.exp(values) if case.kind == "log_probs" else values
-        target, plain = SoftLabels(np.asarray(labels.indices), values), np.zeros((case.tokens, case.vocab))
-        np.add.at(plain, (np.arange(case.tokens)[:, None], target.indices), values)
-        likeliest = target.indices[np.arange(case.tokens), values.argmax(1)]
+        indices = torch.from_numpy(np.array(labels.indices, np.int64))
+        arrays["target"] = labels._replace(indices=indices, values=torch.from_numpy(exact(labels.values)))
     else:
-        target = plain = exact(labels)
-        likeliest = plain.argmax(1)
-    hidden, weight, bias = arrays.pop("hidden"), arrays.pop("weight"), arrays.pop("bias", None)
-    right = soft_cross_entropy(
-        Linear(hidden, weight, bias), target, reduction=case.reduction, grad_loss=np.asarray(upstream, np.float64),
-        **arrays, **case.options,
-    )  # fmt: skip
-    z = hidden @ weight.T + (0 if bias is None else bias)
-    z = z * case.options.get("logit_scale", 1)
-    if cap := case.options.get("softcap"):
-        z = cap * np.tanh(z / cap)
-    z = z / arrays.get("temperature", np.ones(1))[:, None]
-    lse = np.logaddexp.reduce(z, 1)
-    log_p = z - lse[:, None]
-    p, argmax = np.exp(log_p), z.argmax(1)
-
-    def expected(weight, values):
-        return np.where(weight == 0, 0, weight * np.where(weight == 0, 0, values)).sum(1)
-
-    stats = {
-        "lse": lse, "log_prob": expected(plain, log_p), "entropy": -expected(p, log_p), "correct": argmax == likeliest,
-        "argmax": argmax, "target_logit": expected(plain, z),
-    }  # fmt: skip
-    return right, stats
+        arrays["target"] = torch.from_numpy(exact(labels))
+    options = tensors | case.options
+    right = soft_labels.oracle(LCE, arrays, np.asarray(upstream, np.float64), reduction=case.reduction, **options)
+    return right, {name: x.numpy() for name, x in soft_labels.right_stats(LCE, arrays, **options).items()}
 
 
 def assert_right(case, dtype, layout="vh", **how):
