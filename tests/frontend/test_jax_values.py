@@ -28,19 +28,28 @@ MESH = {
     "mesh": jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,)),
     "vocab_axis": "model",
 }
+
+
+def divergence(op, y, h, **options):
+    return op(h, W, H[..., ::-1], W, target=y, reduction="none", hard_weight=0.5, **options)
+
+
 # Of labels: by its name, a loss or log-probabilities of each token.
 OPS = {
-    "linear_cross_entropy": lambda y, **x: linear_cross_entropy(H, W, y, reduction="none", **x),
-    "cross_entropy": lambda y, **x: cross_entropy(Z, y, reduction="none", **x),
-    "linear_log_probs": lambda y, **x: linear_log_probs(H, W, y, **x),
-    "log_probs": lambda y, **x: log_probs(Z, y, **x),
-    "linear_jsd": lambda y, **x: linear_jsd(H, W, H[..., ::-1], W, target=y, reduction="none", hard_weight=0.5, **x),
-    "jsd": lambda y, **x: jsd(Z, Z[::-1], target=y, reduction="none", hard_weight=0.5, **x),
-    "sharded_linear_cross_entropy": lambda y, **x: sharded_linear_cross_entropy(H, W, y, reduction="none", **MESH, **x),
-    "sharded_linear_log_probs": lambda y, **x: sharded_linear_log_probs(H, W, y, **MESH, **x),
-    "sharded_linear_jsd": lambda y, **x: sharded_linear_jsd(
-        H, W, H[..., ::-1], W, target=y, reduction="none", hard_weight=0.5, **MESH, **x
+    "linear_cross_entropy": lambda y, h=H, **x: linear_cross_entropy(h, W, y, reduction="none", **x),
+    "linear_cross_entropy recompute": lambda y, h=H, **x: linear_cross_entropy(
+        h, W, y, reduction="none", strategy="recompute", **x
     ),
+    "cross_entropy": lambda y, h=H, **x: cross_entropy(jnp.matmul(h, W.T), y, reduction="none", **x),
+    "linear_log_probs": lambda y, h=H, **x: linear_log_probs(h, W, y, **x),
+    "log_probs": lambda y, h=H, **x: log_probs(jnp.matmul(h, W.T), y, **x),
+    "linear_jsd": lambda y, h=H, **x: divergence(linear_jsd, y, h, **x),
+    "jsd": lambda y, h=H, **x: jsd(jnp.matmul(h, W.T), Z[::-1], target=y, reduction="none", hard_weight=0.5, **x),
+    "sharded_linear_cross_entropy": lambda y, h=H, **x: sharded_linear_cross_entropy(
+        h, W, y, reduction="none", **MESH, **x
+    ),
+    "sharded_linear_log_probs": lambda y, h=H, **x: sharded_linear_log_probs(h, W, y, **MESH, **x),
+    "sharded_linear_jsd": lambda y, h=H, **x: divergence(sharded_linear_jsd, y, h, **MESH, **x),
 }
 by_op = pytest.mark.parametrize("name", OPS)
 
@@ -48,11 +57,15 @@ by_op = pytest.mark.parametrize("name", OPS)
 @by_op
 def test_a_label_out_of_range(name):
     op, argument = OPS[name], "ids" if "log_probs" in name else "target"
-    said = rf"^{name.removeprefix('sharded_')}: {argument}\[1, 1\] is 50, which is neither ignore_index \(-100\) nor in"
+    said = rf"^{name.removeprefix('sharded_').split()[0]}: {argument}\[1, 1\] is 50, which is neither ignore_index \("
     for labels in (Y, np.asarray(Y)):
         with pytest.raises(ValueError, match=said):
             op(labels)
-    assert np.argwhere(np.isnan(jax.jit(op)(Y))).tolist() == [[1, 1]]
+    for bad in (50, V, -1):
+        made, pullback = jax.vjp(partial(jax.jit(op), jnp.where(Y == 50, bad, Y)), H)
+        (grad,) = pullback(jnp.ones_like(made))
+        assert np.argwhere(np.isnan(made)).tolist() == [[1, 1]]
+        assert np.argwhere(np.isnan(grad).any(-1)).tolist() == [[1, 1]]
     right = jnp.where(Y == 50, 7, Y)
     np.testing.assert_allclose(op(right, check_inputs=True), jax.jit(op)(right), rtol=1e-5)
     with pytest.raises(
@@ -61,6 +74,14 @@ def test_a_label_out_of_range(name):
         jax.jit(partial(op, check_inputs=True))(right)
     with pytest.raises(TypeError, match="check_inputs must be True or False; got int"):
         op(right, check_inputs=1)
+
+
+def test_statistics_and_the_weights_gradient_of_a_label_out_of_range():
+    for op, given in ((linear_cross_entropy, (H, W)), (cross_entropy, (Z,))):
+        stats = jax.jit(partial(op, return_stats=True))(*given, Y)[1]
+        assert np.argwhere(np.isnan(stats.log_prob)).tolist() == [[1, 1]]
+        assert not stats.correct[1, 1]
+    assert np.isnan(jax.jit(jax.grad(linear_cross_entropy, 1))(H, W, Y)).all()
 
 
 def test_labels_by_their_other_name_and_under_grad():
@@ -103,23 +124,29 @@ def test_numbers_and_weights(op):
     assert op(H, W, jnp.full_like(Y, -100), normalizer=jnp.zeros(())) == 0
 
 
-@pytest.mark.parametrize("op", [partial(linear_cross_entropy, H, W), partial(cross_entropy, Z)])
-def test_soft_labels_of_k_entries(op):
+@pytest.mark.parametrize("op", [linear_cross_entropy, cross_entropy, linear_jsd, jsd])
+def test_labels_and_teachers_of_k_entries(op):
     indices, values = jnp.zeros((2, 3, 1), int), jnp.full((2, 3, 1), -1.0)
+    first = (H, W) if op in (linear_cross_entropy, linear_jsd) else (Z,)
+    name, rest = ("teacher_topk", "tail") if op in (linear_jsd, jsd) else ("target", "truncated")
 
-    def loss(indices, values):
-        return op(TopK(indices, values, "log_probs", "truncated"), reduction="none")
+    def loss(indices, values, **options):
+        return op(*first, **{name: TopK(indices, values, "log_probs", rest)}, reduction="none", **options)
 
     for bad, message in (
-        ((indices.at[1, 0].set(V), values), r"target.indices\[1, 0, 0\] is 20, which is not in \[0, 20\)"),
-        (
-            (indices, values.at[1, 0].set(3)),
-            r"target.values\[1, 0, 0\] is 3, but a log-probability is at most 0 \(up to",
-        ),
+        ((indices.at[1, 0].set(V), values), r".indices\[1, 0, 0\] is 20, which is not in \[0, 20\)"),
+        ((indices.at[1, 0].set(-1), values), r".indices\[1, 0, 0\] is -1, which is not in \[0, 20\)"),
+        ((indices, values.at[1, 0].set(3)), r".values\[1, 0, 0\] is 3, but a log-probability is at most 0 \(up to"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=name + message):
             loss(*bad)
         assert np.argwhere(np.isnan(jax.jit(loss)(*bad))).tolist() == [[1, 0]]
+        if name == "teacher_topk":
+            assert np.isfinite(loss(*bad, labels=jnp.zeros((2, 3), int).at[1, 0].set(-100))).all()  # it is ignored
+    if name == "teacher_topk":
+        with pytest.raises(ValueError, match=r"teacher_topk.indices must be distinct within a token; 6 are not"):
+            loss(indices.repeat(2, -1), values.repeat(2, -1))
+        return
     assert np.isfinite(loss(indices, values.at[1, 0].set(1e-3))).all()
     assert np.isfinite(loss(indices, values.at[1, 0].set(0.5).astype(jnp.bfloat16))).all()
 
