@@ -1,6 +1,7 @@
 """Heads of models, and inputs for them."""
 
 import peft
+import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
@@ -86,6 +87,7 @@ HEADS = {
     "LoRA, disabled": disabled,
     "modules_to_save": lambda: saved(linear()),
 }
+# Those with a softcap of 3.
 CAPPED = {
     "LMHead": capped,
     "LMHead with a bias": lambda: capped(True),
@@ -93,3 +95,27 @@ CAPPED = {
     "modules_to_save of an LMHead": lambda: saved(capped()),
     "modules_to_save of an LMHead, tied to an embedding": lambda: saved(capped(), nn.Embedding(VOCAB, HIDDEN)),
 }
+every_head = pytest.mark.parametrize(
+    ("make", "softcap"),
+    [pytest.param(x, 3.0 if x in CAPPED.values() else None, id=name) for name, x in (HEADS | CAPPED).items()],
+)
+
+
+def gather_when_called(head):
+    """As DeepSpeed's ZeRO-3: the weight is there from the start of forward to its end, and again in backward."""
+    whole, weight = head.weight.data, head.weight
+
+    def gather(*_):
+        weight.data = whole
+
+    def free(module, given, output):
+        weight.data = whole.new_empty(0)
+        if output.requires_grad:
+            output.register_hook(gather)
+
+    for hook in (gather, free):
+        hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(free)
+    weight.data = whole.new_empty(0)
+    return whole

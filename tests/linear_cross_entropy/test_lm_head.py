@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import CAPPED, HEADS, HIDDEN, VOCAB, capped, inputs, linear, lora
+from heads import HIDDEN, VOCAB, capped, every_head, gather_when_called, inputs, linear, lora
 from torch import nn
 
 from onchip.torch import LMHead, linear_cross_entropy, lm_loss
@@ -25,11 +25,13 @@ def plain(head, hidden, labels, softcap=None):
     return loss, hidden.grad, {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
 
 
-def assert_same_loss(head, **options):
-    """Of the head as it is, and twice, since some modules change when they are called."""
-    hidden, labels = inputs()
+@pytest.mark.filterwarnings("ignore")
+@every_head
+def test_every_head_has_the_loss_of_its_logits(make, softcap):
+    """As it is, and twice, since some modules change when they are called."""
+    head, (hidden, labels) = make(), inputs()
     for _ in range(2):
-        expected, to_hidden, grads = plain(head, hidden, labels, options.get("softcap"))
+        expected, to_hidden, grads = plain(head, hidden, labels, softcap)
         head.zero_grad()
         hidden.grad = None
         loss = lm_loss(head, hidden, labels)
@@ -40,18 +42,6 @@ def assert_same_loss(head, **options):
         torch.testing.assert_close(
             made | {"hidden": hidden.grad.double()}, grads | {"hidden": to_hidden}, rtol=1e-4, atol=1e-7
         )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_every_head_has_the_loss_of_its_logits(make):
-    assert_same_loss(make())
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", CAPPED.values(), ids=CAPPED)
-def test_an_lm_head_keeps_its_options_in_what_wraps_it(make):
-    assert_same_loss(make(), softcap=3.0)
 
 
 @pytest.mark.parametrize("make", [capped, lora], ids=["LMHead", "LoRA"])
@@ -102,24 +92,6 @@ def test_an_lm_head_is_an_nn_linear_with_a_loss():
     assert torch.equal(stats.entropy, same[1].entropy)
     assert repr(head) == "LMHead(in_features=16, out_features=70, bias=True, shift=True, softcap=3.0, z_loss=0.1)"
     assert repr(LMHead(2, 3, False, shift=False)) == "LMHead(in_features=2, out_features=3, bias=False, shift=False)"
-
-
-def gather_when_called(head):
-    """As DeepSpeed's ZeRO-3: the weight is there from the start of forward to its end, and again in backward."""
-    whole, weight = head.weight.data, head.weight
-
-    def gather(*_):
-        weight.data = whole
-
-    def free(module, given, output):
-        weight.data = whole.new_empty(0)
-        output.register_hook(gather)
-
-    for hook in (gather, free):
-        hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-    head.register_forward_pre_hook(gather)
-    head.register_forward_hook(free)
-    weight.data = whole.new_empty(0)
 
 
 @pytest.mark.parametrize("strategy", ["stash", "recompute"])

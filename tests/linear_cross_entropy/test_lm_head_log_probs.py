@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from heads import CAPPED, HEADS, HIDDEN, VOCAB, inputs, linear, lora
+from heads import HEADS, HIDDEN, VOCAB, every_head, gather_when_called, inputs, linear, lora
 from torch import nn
 
 from onchip.torch import LMHead, TopK, linear_jsd, lm_jsd, lm_log_probs
@@ -23,8 +23,10 @@ def gradients(head, hidden):
     }
 
 
-def assert_same_log_probs(head, softcap=None):
-    hidden, ids = inputs()
+@pytest.mark.filterwarnings("ignore")
+@every_head
+def test_log_probs_of_every_head(make, softcap):
+    head, (hidden, ids) = make(), inputs()
     upstream = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     copied, theirs, logits = in_float64(head, hidden)
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
@@ -38,18 +40,6 @@ def assert_same_log_probs(head, softcap=None):
     torch.testing.assert_close(made.log_prob.double(), expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(made.entropy.double(), entropy, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(gradients(head, hidden), gradients(copied, theirs), rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_log_probs_of_every_head(make):
-    assert_same_log_probs(make())
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", CAPPED.values(), ids=CAPPED)
-def test_log_probs_of_an_lm_head_with_a_softcap(make):
-    assert_same_log_probs(make(), softcap=3.0)
 
 
 def divergence(s, t, beta, kept):
@@ -123,24 +113,9 @@ def test_an_lm_head_has_options_of_its_own():
 def test_weights_that_are_there_while_a_module_is_called():
     """Both models' are, until the loss is made."""
     hidden, labels = inputs()
-    teacher_hidden, heads = torch.randn(2, 9, HIDDEN), []
-    for _ in range(2):
-        head = LMHead(HIDDEN, VOCAB, bias=False)
-        weight = head.weight.data
-
-        def gather(module, *_, whole=weight):
-            module.weight.data = whole
-
-        def free(module, given, output):
-            module.weight.data = torch.empty(0)
-
-        for hook in (gather, free):
-            hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-        head.register_forward_pre_hook(gather)
-        head.register_forward_hook(free)
-        free(head, None, None)
-        heads.append((head, weight))
-    (student, w), (teacher, v) = heads
+    teacher_hidden = torch.randn(2, 9, HIDDEN)
+    student, teacher = (LMHead(HIDDEN, VOCAB, bias=False) for _ in range(2))
+    w, v = (gather_when_called(head) for head in (student, teacher))
     made = lm_jsd(student, hidden, teacher, teacher_hidden, labels=labels)
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     assert torch.equal(made, linear_jsd(hidden, w, teacher_hidden, v, target=following))
