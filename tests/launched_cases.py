@@ -71,7 +71,8 @@ def blank(*shape, dtype=BF16, grad=False):
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-leaf = partial(blank, grad=True)
+def leaf(*shape, dtype=BF16):
+    return blank(*shape, dtype=dtype, grad=True)
 
 
 def _options(given, tokens, vocab, options):

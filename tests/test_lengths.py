@@ -8,13 +8,15 @@ import math
 import mmap
 import random
 from collections import defaultdict
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
+import launched_cases
+from launched_cases import grouped, head, of_logits, quantised, two_heads
 from linear_cross_entropy import ahead_of_time
 from onchip.fp8 import torch_products
 from onchip.frontend.torch_ahead import without_memory
@@ -27,16 +29,7 @@ from onchip.ops.grouped_matmul import cases as grouped_cases
 from onchip.ops.linear_cross_entropy import checks as head_cases
 from onchip.ops.linear_jsd import checks as jsd_cases
 from onchip.ops.linear_log_probs import checks as log_probs_cases
-from onchip.torch import (
-    cross_entropy,
-    fp8_linear,
-    grouped_matmul,
-    jsd,
-    linear_cross_entropy,
-    linear_jsd,
-    linear_log_probs,
-    log_probs,
-)
+from onchip.torch import jsd, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.vocab.rows import launches as rows_launches
 
 HOPPER = 90, 232448
@@ -54,62 +47,14 @@ def blank(*shape, dtype=torch.bfloat16, grad=False):
     return memory[:size].view(dtype).view(shape).requires_grad_(grad)
 
 
-leaf = partial(blank, grad=True)
-indices = partial(blank, dtype=torch.int64)
-
-
 # ------------------------------------------------------------------------------------------------------------- calls
-
-
-def head(tokens, *, op=linear_cross_entropy, hidden, vocab, frozen=False, autocast=False, ids=None, **options):
-    weight = blank(vocab, hidden, dtype=torch.float32 if autocast else torch.bfloat16, grad=not frozen)
-    target = indices(tokens) if ids is None else indices(tokens, ids)
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        op(leaf(tokens, hidden), weight, target, backend="triton", **options)
-
-
-def two_heads(tokens, *, hidden, teacher_hidden, vocab, **options):
-    teacher = blank(tokens, teacher_hidden), blank(vocab, teacher_hidden)
-    linear_jsd(leaf(tokens, hidden), leaf(vocab, hidden), *teacher, backend="triton", **options)
-
-
-def of_logits(tokens, *, op=cross_entropy, vocab, sliced=0, ids=None, **options):
-    logits = leaf(tokens, vocab + sliced)[:, :vocab]
-    given = blank(tokens, vocab) if op is jsd else indices(tokens) if ids is None else indices(tokens, ids)
-    op(logits, given, backend="triton", **options)
-
-
-def labelled(tokens, *, hidden, vocab):
-    labels = blank(tokens, vocab)
-    if hidden:
-        linear_cross_entropy(leaf(tokens, hidden), leaf(vocab, hidden), labels, backend="triton")
-    else:
-        cross_entropy(leaf(tokens, vocab), labels, backend="triton")
-
-
-def grouped(tokens, *, model, way="plain", **options):
-    # What is in `sizes` the host doesn't read.
-    sizes, weight = indices(model.groups), leaf(model.groups, model.n, model.k)
-    made = partial(grouped_matmul, weight=weight, group_sizes=sizes, backend="triton", **options)
-    if way == "rows":  # of tokens
-        made(leaf(tokens, model.k), rows=indices(8 * tokens))
-    elif way == "scattered":
-        scale = leaf(8 * tokens, dtype=torch.float32)
-        made(leaf(8 * tokens, model.k), scatter_rows=indices(8 * tokens), row_scale=scale, num_rows=tokens)
-    else:
-        add_to = blank(*weight.shape, dtype=torch.float32) if way == "added" else None
-        made(leaf(tokens, model.k), weight_grad_out=add_to)
-
-
-def quantised(tokens, *, n, k, add=False, **options):
-    add_to = blank(n, k, dtype=torch.float32) if add else None
-    fp8_linear(leaf(tokens, k), leaf(n, k), backend="triton", weight_grad_out=add_to, **options)
 
 
 def _of_heads(cases, op=linear_cross_entropy):
     """By all that a case has but its tokens and how many of them are ignored."""
     for case in cases:
-        more = {name: True for name in ("frozen", "autocast") if getattr(case, name, False)}
+        more = {"frozen": True} if getattr(case, "frozen", False) else {}
+        more |= {"weight_dtype": torch.float32} if getattr(case, "autocast", False) else {}
         yield head, {"op": op, "hidden": case.hidden, "vocab": case.vocab, **more, **case.options}
 
 
@@ -140,8 +85,8 @@ def _others():
     yield of_logits, {"op": jsd, "vocab": 128256}
     for options in ({}, {"entropy": True}, {"ids": 4}):
         yield of_logits, {"op": log_probs, "vocab": 128256, **options}
-    yield labelled, {"hidden": 1024, "vocab": 8192}
-    yield labelled, {"hidden": 0, "vocab": 1000}
+    yield head, {"hidden": 1024, "vocab": 8192, "labels": "dense"}
+    yield of_logits, {"vocab": 1000, "labels": "dense"}
     for model in grouped_cases.MODELS:
         yield grouped, {"model": model}
         yield grouped, {"model": model, "activation": "swiglu"}
@@ -214,6 +159,8 @@ def asked_for(call, rehearse):
         return add(launch) or False
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launched_cases, "blank", blank))
+        stack.enter_context(mock.patch.object(launched_cases, "recorded", lambda op, given, how, **_: op(**how)))
         stack.enter_context(ahead_of_time.recording(HOPPER, in_turns=True, run=add))
         stack.enter_context(mock.patch.object(Launch, "spills", spills))
         stack.enter_context(mock.patch.object(groups_op, "check"))
