@@ -153,6 +153,7 @@ def calls():
         "linear_cross_entropy fp8": single(Call(fp8, layer, labels)),
         "linear_cross_entropy quantised": single(Call(quantised_head, layer, labels)),
         "linear_cross_entropy fp8 top-k": single(Call(fp8, layer, soft)),
+        "linear_cross_entropy fp8 dense": single(Call(fp8, layer, {"target": torch.full((1, TOKENS, VOCAB), 0.1)})),
     }
     plain = {"x": normal(TOKENS, HIDDEN), "weight": normal(WIDE, HIDDEN), "bias": normal(WIDE)}
     made |= {

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from every_loss import check_operators
 from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
 from onchip.bench.torch_steps import peak_extra_bytes
@@ -262,15 +261,8 @@ def test_shifted_certain_labels_are_shifted_ids(form, reduction):
 
 
 @pytest.mark.parametrize("form", ["probs", "dense"])
-def test_operators_modules_and_weight_grad_out(form):
-    for loss in (LCE, CE):
-        given = problem(loss, form)
-        leaves = [x for x in given.values() if torch.is_tensor(x) and x.requires_grad]
-        options = {"label_smoothing": 0.1, "class_weight": class_weights(VOCAB)} | (
-            {"shift": True} if loss is LCE else {}
-        )
-        step = partial(loss.op, **given, **options)
-        check_operators(lambda step=step, leaves=leaves: torch.autograd.grad(step(), leaves))
+def test_modules_and_weight_grad_out(form):
+    given = problem(CE, form)
     assert torch.equal(CrossEntropyLoss(label_smoothing=0.1)(**given), cross_entropy(**given, label_smoothing=0.1))
     given, out = problem(LCE, form), torch.zeros(VOCAB, 16)
     (expected,) = torch.autograd.grad(linear_cross_entropy(**given), given["weight"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from lce_fp8_cases import CASES, GRADIENT_DB, LOSS_ERROR, assert_alike, assert_near, results
 
-from losses import LCE
+from loss_checks import every_integer_dtype, layouts, only_what_needs_a_gradient_gets_one
+from losses import LCE, Loss
 from onchip.fp8 import torch_quantize
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.ops.linear_cross_entropy.bench import TORCH as benchmark
@@ -51,19 +52,9 @@ def test_chunks_change_nothing(monkeypatch):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)], ids=str)
-def test_only_what_needs_a_gradient_gets_one(needs):
-    h, w, y, b = small_problem()
-    loss = in_fp8(h, w, y, b)
-    expected = gradients(loss, h, w, b)
-    leaves = [x.detach().requires_grad_(bool(need)) for x, need in zip((h, w, b), needs, strict=True)]
-    again = in_fp8(leaves[0], leaves[1], y, leaves[2])
-    assert torch.equal(again, loss)
-    assert again.requires_grad == any(needs)
-    if any(needs):
-        again.backward()
-        for x, g in zip(leaves, expected, strict=True):
-            assert torch.equal(x.grad, g) if x.requires_grad else x.grad is None
+@pytest.mark.parametrize("check", [every_integer_dtype, layouts, only_what_needs_a_gradient_gets_one])
+def test_what_holds_for_every_loss(check):
+    check(Loss(LCE.op, LCE.checks, {"precision": "fp8"}))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

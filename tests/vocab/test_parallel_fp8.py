@@ -9,7 +9,7 @@ import parts
 import pytest
 import torch
 import torch.distributed as dist
-from parts import dense, topk
+from parts import dense, exchanges, topk
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -21,7 +21,6 @@ from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, linear_cross_entropy, quantize_weight
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.memory import Problem
-from onchip.vocab.torch import parallel
 from onchip.vocab.torch.dense import SENT
 from sharded import cut, leaf, spawn
 
@@ -100,6 +99,7 @@ def every_option(rank, ranks):
         compare(sizes, rank, options)
     compare(LAYOUTS[0], rank, {"reduction": "none", "z_loss": 1e-2})
     compare(LAYOUTS[0], rank, {}, dtype=torch.bfloat16)
+    compare([VOCAB, 0], rank, OPTIONS["everything"], size=256)  # rows of padding, which nobody may read
     for labels, sizes in zip(SOFT, LAYOUTS[1:], strict=True):
         compare(sizes, rank, OPTIONS["everything"], labels)
         with mock.patch.object(memory, "DEFAULT_CHUNK", 128):
@@ -109,25 +109,21 @@ def every_option(rank, ranks):
 def chunks_and_one_exchange(rank, ranks):
     """Logits that are made again are the same, and statistics are exchanged once."""
     hidden, weight, bias, target = layer()
-    own, made, biases, seen = cut(LAYOUTS[0], rank), [], [], []
-    gather = parallel.all_gather
+    own, made, biases = cut(LAYOUTS[0], rank), [], []
     for chunk in (2048, 64):
-        with (
-            mock.patch.object(memory, "DEFAULT_CHUNK", chunk),
-            mock.patch.object(parallel, "all_gather", lambda *a, **k: (seen.append(1), gather(*a, **k))[1]),
-        ):
+        with mock.patch.object(memory, "DEFAULT_CHUNK", chunk), exchanges() as seen:
             leaves = [leaf(x) for x in (hidden, weight[own], bias[own])]
             loss = in_fp8(leaves[0], leaves[1], target, leaves[2], softcap=9.0, **taken(LAYOUTS[0], rank))
             loss.backward()
             made.append([loss, *(x.grad for x in leaves[:2])])
             biases.append(leaves[2].grad)
-    assert len(seen) == 2
+        assert len(seen) == 1
     assert all(map(torch.equal, *made))
     near(*biases, "bias", 1e-5)  # summed in another order
 
 
 def other_calls(rank, ranks):
-    """Shards that begin anywhere, padding, quantised weights, tokens by rank, partial sums, memory of the caller's."""
+    """Shards that begin anywhere, quantised weights, tokens by rank, partial sums, memory of the caller's."""
     hidden, weight, _, target = layer()
     hidden = hidden.nan_to_num()
     whole = [leaf(hidden), leaf(weight)]
@@ -162,14 +158,6 @@ def other_calls(rank, ranks):
     assert nothing == 0
     assert not w.grad.any()
 
-    # Rows of padding on the last rank, which nobody may read.
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, 212), value=torch.nan)
-    w, b = leaf(padded.chunk(2)[rank]), leaf(torch.zeros(256))
-    in_fp8(leaf(hidden), w, target, b, vocab_group=dist.group.WORLD, vocab_size=VOCAB).backward()
-    rows = 256 if rank == 0 else 44
-    near(w.grad[:rows], whole[1].grad[256 * rank :][:rows], "padding")
-    assert not w.grad[rows:].any()
-    assert not b.grad[rows:].any()
     mesh = init_device_mesh("cpu", (2,))
     w = distribute_tensor(weight[:256], mesh, [Shard(0)]).requires_grad_()
     h = distribute_tensor(hidden, mesh, [Replicate()]).requires_grad_()
@@ -192,7 +180,8 @@ def other_calls(rank, ranks):
     ):
         with pytest.raises(kind, match="linear_cross_entropy: .*" + match):
             in_fp8(**{"hidden": hidden, "weight": weight[own], "target": target} | given | wrong)
-    made = quantize_weight(leaf(padded.chunk(2)[rank].nan_to_num()))
+    padding = torch.nn.functional.pad(weight, (0, 0, 0, 212))
+    made = quantize_weight(leaf(padding.chunk(2)[rank]))
     with pytest.raises(ValueError, match="weight was quantised with 212 rows of padding, which would share"):
         in_fp8(hidden, made, target, vocab_group=dist.group.WORLD, vocab_size=VOCAB)
 
