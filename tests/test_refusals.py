@@ -23,6 +23,7 @@ HEAD = {"hidden": X, "weight": W, "bias": B}
 ARRAYS = {
     "cross_entropy": {"logits": Z, "target": IDS} | NUMBERS,
     "linear_cross_entropy": HEAD | {"target": IDS, "weight_grad_out": 0 * W} | NUMBERS,
+    "log_probs": {"logits": Z, "ids": IDS, "temperature": ONES},
     "linear_log_probs": HEAD | {"ids": IDS, "temperature": ONES},
     "linear_jsd": {f"{who}_{name}": x for who in ("student", "teacher") for name, x in HEAD.items()} | HARD,
     "jsd": {"student_logits": Z, "teacher_logits": Z} | HARD,

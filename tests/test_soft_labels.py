@@ -300,7 +300,6 @@ WRONG = {
     "class_weight needs a gradient": ({"target": DENSE, "class_weight": torch.ones(70).requires_grad_()}, ValueError, "pass class_weight.detach()"),
     "token_weight": ({"target": K, "token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
     "temperature": ({"target": DENSE, "temperature": torch.ones(24)}, ValueError, "temperature has shape [24]; it must have"),
-    "label_smoothing": ({"target": K, "label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1]; got 1.5"),
     "backend": ({"target": DENSE, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: "),
     "normalizer": ({"target": K, "normalizer": 0}, ValueError, "normalizer must be above 0"),
     "scratch": ({"target": DENSE, "scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
