@@ -378,11 +378,16 @@ def forget():
         function.clear_cache()
 
 
-def stand_in(monkeypatch):
-    """Let the 'mosaic_gpu' backend run on the CPU, with these in the place of its kernels."""
+def on_a_gpu(monkeypatch):
+    """Let the 'mosaic_gpu' backend take all calls."""
     for op in (jax_op, llp_jax_op):
         monkeypatch.setattr(op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+
+
+def stand_in(monkeypatch):
+    """Let the 'mosaic_gpu' backend run on the CPU, with these in the place of its kernels."""
+    on_a_gpu(monkeypatch)
     for module, names in (
         (kernels, ("softmax_tiles", "gradient_tiles")),
         (products, ("hidden_product", "weight_product")),

@@ -19,13 +19,7 @@ from stack import our_functions
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch):
-    plain_kernels.stand_in(monkeypatch)
-    yield
-    plain_kernels.forget()
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.checks import MODELS
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import op as mosaic_op
-from plain_kernels import forget
 from shard_map_lowering import kernels
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def as_on_hopper(monkeypatch):
-    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
-    forget()  # plans of other tests
 
 
 def lowered(tokens, hidden, vocab, *, dtype=jnp.bfloat16, layout="vh", argnums=(0, 1), bias=False, batch=(), **options):

@@ -10,7 +10,6 @@ from soft_cases import ALL, CASES, assert_right, inputs
 
 import plain_kernels
 from onchip.jax import TopK, linear_cross_entropy
-from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab import jax_ways
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import kernels
@@ -21,19 +20,6 @@ from shared import assert_refused
 
 BY_NAME = {case.name: case for case in CASES}
 BOTH = pytest.mark.parametrize("name", ["dense", "ids"])
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch):
-    plain_kernels.stand_in(monkeypatch)
-    yield
-    plain_kernels.forget()
-
-
-@pytest.fixture
-def as_on_hopper(monkeypatch):
-    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
 
 
 QUICK = ("dense, everything", "ids, everything, none")

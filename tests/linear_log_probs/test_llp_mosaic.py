@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import plain_kernels
 from onchip.jax import linear_log_probs
-from onchip.ops.linear_log_probs import jax_op
 from onchip.ops.linear_log_probs.checks import CHECKER, LogProbsCase
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_memory
@@ -24,22 +22,6 @@ LONG = LogProbsCase("long", 500, 128, 2112, zipf=True, ignored=0.3)
 KEPT = MosaicPlan("stash", 512, kept_in_gradient=128, chunk=256, kept_in_scratch=128)
 ALL_IN_SCRATCH = MosaicPlan("stash", 512, chunk=2304, kept_in_scratch=512)
 AGAIN = MosaicPlan("recompute", 512, chunk=512)
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch):
-    plain_kernels.stand_in(monkeypatch)
-    yield
-    plain_kernels.forget()
-
-
-@pytest.fixture
-def as_on_hopper(monkeypatch):
-    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
-    plain_kernels.forget()  # plans of other tests
-    yield
-    plain_kernels.forget()
 
 
 def assert_right(case, dtype="bfloat16", **how):
