@@ -1,7 +1,7 @@
 """Overloads and literals: the types of a public function name all of its arguments, and no others."""
 
 import inspect
-from typing import TypedDict, get_args, get_overloads, get_type_hints
+from typing import TypedDict, get_args, get_origin, get_overloads, get_type_hints
 
 import pytest
 
@@ -25,7 +25,8 @@ def named(function):
         if parameter.kind is not parameter.VAR_KEYWORD:
             names.add(parameter.name)
         else:
-            (options,) = get_args(parameter.annotation)
+            (given,) = get_args(parameter.annotation)
+            options = get_origin(given) or given  # of one with an argument of its own
             assert type(options) is type(TypedDict("Empty", {}))
             names |= set(get_type_hints(options))
     return names
