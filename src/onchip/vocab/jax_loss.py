@@ -43,8 +43,9 @@ class JaxLoss:
     """(static, constants, source, select): the call in the form that a backend takes, for the source `source()` and the
     rows `select(labels)`."""
     wanted: Callable[[Static, Any], Wanted]
+    """(static, constants): the statistics that the outputs need."""
     outputs: Callable[[Static, LossCall, XlaTokenStats, Any], Any]
-    """(static, call, statistics, sums)."""
+    """(static, call, statistics, sums): what the public function returns."""
     gradient: Callable[[Static, Any, Any], Any] | None = None
     """(static, what is saved, upstream): the gradient of each row's logits; None: that of a cross-entropy."""
     of_logits: str = ""
@@ -75,10 +76,8 @@ class JaxLoss:
         else:
             vocab = of.shape[-1]
             static, tokens = split_as(static, vocab), of.size // vocab
-            constants, flat = (
-                self.constants(static, given, tokens, accumulator(of.dtype), axes),
-                of.reshape(tokens, vocab),
-            )
+            constants = self.constants(static, given, tokens, accumulator(of.dtype), axes)
+            flat = of.reshape(tokens, vocab)
             reasons = row_refusals(self._problem(static, flat, constants, True), static.platform)
         backend = choose_backend(self._name(of), static.backend, reasons, elsewhere)
         return static._replace(backend=backend), flat, constants
