@@ -88,7 +88,7 @@ LOSSES: dict[str, Callable[[Any], None]] = {
 }
 ATTENTIONS: dict[str, Callable[[Any], None]] = {
     f"onchip's patch, {name}": partial(with_attention, name=name)
-    for name in ("onchip", "flex_attention", "sdpa", "eager")
+    for name in ("onchip", "flash_attention_4", "flex_attention", "sdpa", "eager")
 }
 
 

@@ -251,11 +251,13 @@ def _sdpa(problem: AttentionBenchProblem, backend: str | None = None, *, matrix:
     return call
 
 
-def _flex(problem: AttentionBenchProblem) -> Callable[..., Any]:
+def _flex(problem: AttentionBenchProblem, **options: Any) -> Callable[..., Any]:
     import torch
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     mask, case, sinks = problem.mask, problem.case, problem.sinks
+    if options:
+        _refuse_sinks(problem, "this backend")
     start, end, stop = (None if x is None else x.expand(case.batch, -1) for x in (mask.start, mask.end, mask.stop))
     assert start is not None
     assert end is not None
@@ -267,7 +269,7 @@ def _flex(problem: AttentionBenchProblem) -> Callable[..., Any]:
     device = str(problem.q.device)
     blocks = create_block_mask(seen, case.batch, None, case.tokens, case.tokens, device=device)
     torch.compiler.reset()
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., Any] = partial(torch.compile(flex_attention, dynamic=False), kernel_options=options or None)
 
     def call(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (_turned(x) for x in (q, k, v))
@@ -280,21 +282,28 @@ def _flex(problem: AttentionBenchProblem) -> Callable[..., Any]:
     return call
 
 
-def _varlen(problem: AttentionBenchProblem) -> Callable[..., Any]:
+def _sequences(problem: AttentionBenchProblem) -> tuple[Any, int]:
+    """Where sequences or documents begin and the last one ends, and how long the longest is."""
     import torch
-    from torch.nn.attention import varlen
 
-    function: Callable[..., Any] = varlen.varlen_attn
-    _refuse_sinks(problem, "varlen_attn")
     case, mask = problem.case, problem.mask
-    if case.mask not in ("causal", "full", "window", "documents", "mixed"):
-        raise ValueError("its mask is causal, full, a window or documents")
     at = torch.arange(case.batch * case.tokens + 1, device=mask.start.device, dtype=torch.int32)
     if case.mask in ("documents", "mixed"):
         ends = at[torch.nn.functional.pad((mask.start[0] == at[:-1]), (0, 1), value=True)]
     else:
-        ends = at[:: case.tokens]
-    longest = int((ends[1:] - ends[:-1]).max())
+        ends = at[:: case.tokens].contiguous()
+    return ends, int((ends[1:] - ends[:-1]).max())
+
+
+def _varlen(problem: AttentionBenchProblem) -> Callable[..., Any]:
+    from torch.nn.attention import varlen
+
+    function: Callable[..., Any] = varlen.varlen_attn
+    _refuse_sinks(problem, "varlen_attn")
+    case = problem.case
+    if case.mask not in ("causal", "full", "window", "documents", "mixed"):
+        raise ValueError("its mask is causal, full, a window or documents")
+    ends, longest = _sequences(problem)
     window = (case.length - 1 if case.mask == "window" else -1, -1 if case.mask == "full" else 0)
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(function).parameters else {}
 
@@ -317,6 +326,33 @@ def _flash(problem: AttentionBenchProblem) -> Callable[..., Any]:
     return partial(flash_attn_func, causal=case.mask != "full", window_size=window)
 
 
+def _flash_4(problem: AttentionBenchProblem, *, deterministic: bool = False) -> Callable[..., Any]:
+    from flash_attn import cute
+
+    case = problem.case
+    if case.mask not in ("causal", "full", "window", "documents", "mixed"):
+        raise ValueError("its mask is causal, full, a window or documents")
+    window = (case.length - 1, 0) if case.mask == "window" else (None, None)
+    how = {
+        "causal": case.mask not in ("full", "window"), "window_size": window,
+        "learnable_sink": problem.sinks, "deterministic": deterministic,
+    }  # fmt: skip
+    if case.mask not in ("documents", "mixed"):
+        return lambda q, k, v: _first_of(cute.flash_attn_func(q, k, v, **how))
+    ends, longest = _sequences(problem)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        return _first_of(cute.flash_attn_varlen_func(*rows, **lengths, **how)).unflatten(0, q.shape[:2])
+
+    return call
+
+
+def _first_of(made: Any) -> Any:
+    return made[0] if isinstance(made, tuple) else made
+
+
 def _flex_refusal(device: str, dtype: str) -> str | None:
     if device == "cpu":
         return "on a CPU it has no backward"
@@ -330,7 +366,7 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     def peer(name: str, make: Callable[..., Any], refusal: Refusal = always, package: str = "torch") -> Implementation:
         return Implementation(name, unloaded, refusal, package=package, steps=_steps_with(make))
 
-    by_kernels = gpu_only("torch", NARROW, "torch")
+    by_kernels, flash_4 = (gpu_only(name, NARROW, name) for name in ("torch", "flash-attn-4"))
     return (
         *_own(fw),
         peer("torch SDPA, mask as a matrix", partial(_sdpa, matrix=True)),
@@ -339,7 +375,10 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
         peer("torch SDPA, flash", partial(_sdpa, backend="FLASH_ATTENTION"), by_kernels),
         peer("torch varlen_attn", _varlen, by_kernels),
         peer("torch flex_attention", _flex, _flex_refusal),
+        peer("torch flex_attention, FLASH", partial(_flex, BACKEND="FLASH"), flash_4),
         peer("flash-attn", _flash, gpu_only("flash-attn", NARROW, "flash-attn"), "flash-attn"),
+        peer("flash-attn-4", _flash_4, flash_4, "flash-attn-4"),
+        peer("flash-attn-4, deterministic", partial(_flash_4, deterministic=True), flash_4, "flash-attn-4"),
     )
 
 
