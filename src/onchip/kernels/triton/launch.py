@@ -229,15 +229,22 @@ def shared_descriptor(
     """As `block_descriptor`, for kernels in Gluon, which state how a block lies in shared memory: in patterns of
     `swizzle` bytes per row, or of a whole row if that is less; 0: row by row.
     """
+    width, bits = min(swizzle, block[-1] * x.element_size()), 8 * x.element_size()
+    kind, layout = _shared_layout(width, bits, len(block))
+    made = object.__new__(kind)
+    made.base, made.padding = x, "zero"
+    made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
+    made.layout = layout
+    return made
+
+
+@lru_cache(maxsize=256)
+def _shared_layout(width: int, bits: int, rank: int) -> tuple[type, Any]:
+    """Gluon's class of descriptors, and a layout, which takes longer to make than the descriptor."""
     from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped]
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
 
-    width, bits = min(swizzle, block[-1] * x.element_size()), 8 * x.element_size()
-    made = object.__new__(TensorDescriptor)
-    made.base, made.padding = x, "zero"
-    made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
-    made.layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
-    return made
+    return TensorDescriptor, NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=rank)
 
 
 def trait(x: Any) -> Any:
