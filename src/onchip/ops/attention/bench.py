@@ -316,7 +316,7 @@ def _varlen(problem: AttentionBenchProblem) -> Callable[..., Any]:
 
 
 def _flash(problem: AttentionBenchProblem) -> Callable[..., Any]:
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_func
 
     _refuse_sinks(problem, "flash-attn")
     case = problem.case
@@ -402,15 +402,44 @@ def _cudnn(problem: AttentionBenchProblem) -> Callable[..., Any]:
     return partial(jax.nn.dot_product_attention, **how, **window)
 
 
+def _tokamax(problem: AttentionBenchProblem) -> Callable[..., Any]:
+    from tokamax import dot_product_attention
+
+    _refuse_sinks(problem, "tokamax")
+    case = problem.case
+    if case.mask not in ("causal", "full", "window"):
+        raise ValueError("its masks are matrices, but for causal, full and windows")
+    window = {"local_window_size": (case.length - 1, 0)} if case.mask == "window" else {}
+    return partial(dot_product_attention, is_causal=case.mask == "causal", implementation="mosaic", **window)
+
+
+def _jla(problem: AttentionBenchProblem) -> Callable[..., Any]:
+    from jla.ops.mosaic_gpu.attention import flash_attention
+
+    case, start = problem.case, problem.mask.start
+    if case.mask not in ("causal", "window", "documents", "mixed"):
+        raise ValueError("its mask is causal, a window or documents")
+    how = {"sliding_window": case.length} if case.mask == "window" else {}
+    if case.mask in ("documents", "mixed"):  # a document's first token stands for it
+        how["segment_ids"] = start + np.zeros((case.batch, 1), np.int32)
+    return partial(flash_attention, sinks=problem.sinks, **how)
+
+
 def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     def unloaded() -> Callable[..., Any]:
         return _jax_implementations
 
-    name, on_gpu = "jax.nn.dot_product_attention", gpu_only("jax", NARROW, "jax")
+    def peer(name: str, make: Callable[..., Any], package: str) -> Implementation:
+        refusal = gpu_only(package, NARROW, "jax" if package == "jax" else package)
+        return Implementation(name, unloaded, refusal, package=package, steps=_steps_with(make))
+
+    name = "jax.nn.dot_product_attention"
     return (
         *_own(fw),
         Implementation(name, unloaded, package="jax", steps=_steps_with(_dot_product)),
-        Implementation(f"{name}, cuDNN", unloaded, on_gpu, package="jax", steps=_steps_with(_cudnn)),
+        peer(f"{name}, cuDNN", _cudnn, "jax"),
+        peer("tokamax mosaic", _tokamax, "tokamax"),
+        peer("jax-linear-attention", _jla, "jax-linear-attention"),
     )
 
 
