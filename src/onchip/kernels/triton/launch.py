@@ -231,7 +231,7 @@ def shared_descriptor(
     """
     width, bits = min(swizzle, block[-1] * x.element_size()), 8 * x.element_size()
     kind, layout = _shared_layout(width, bits, len(block))
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     made.base, made.padding = x, "zero"
     made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
     made.layout = layout
