@@ -127,36 +127,40 @@ def _differentiate(
     sum_k = gl.zeros((HALF, D), gl.float32, of_sums)
     sum_v = gl.zeros((HALF, D), gl.float32, of_sums)
     k, v = matrix(ks.index(W)), matrix(vs.index(W))
+    # What the last block adds to the gradients of keys is multiplied beside this block's scores; at first, nothing.
+    of_k = gl.zeros((HALF, ROWS), grad_k.dtype, factor_layout(D))
     mbarrier.wait(k_full, 0)
     j = first
-    step = 0
-    for _ in range(group * (last - first)):
+    many = group * (last - first)
+    for step in range(many):
         hidden = (j < full_first) | (j >= full_last)
         s = step % STAGES
         phase = (step // STAGES) & 1
+        before = max(step - 1, 0) % STAGES
         mbarrier.wait(q_full.index(s), phase)
         x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(d_out_full.index(s), phase)
-        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        sum_k = warpgroup_mma(of_k, matrix(qs.index(before)), sum_k, is_async=True)
         x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
         x, p = _probabilities(x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS)
+        sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
+        mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
         factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
+        mbarrier.wait(d_out_full.index(s), phase)
+        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
         d_scores = p * (y - row_numbers(vectors, s, 1, ROWS)[None, :])
         if softcap is not None:
             d_scores = d_scores * (1 - x * x)
         fence_async_shared()  # the numbers of these queries may be overwritten
-        factors = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(D))
-        sum_k = warpgroup_mma(factors, matrix(qs.index(s)), sum_k, is_async=True)
-        sum_v = warpgroup_mma_wait(num_outstanding=1, deps=(sum_v,))
+        of_k = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(D))
+        sum_v = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v,))
         mbarrier.arrive(d_out_empty.index(s), count=1)
-        sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
-        mbarrier.arrive(q_empty.index(s), count=1)
-        step += 1
         j += 1
         if j == last:
             j = first
+    sum_k = warpgroup_mma(of_k, matrix(qs.index((many - 1) % STAGES)), sum_k, is_async=True)
+    sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
     # Where none sees a key, what isn't a number is in no sum.
     sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
     k.store(sum_k.to(grad_k.dtype))

@@ -118,7 +118,7 @@ def gradient_of_keys(
         "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
-        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "STAGES": 2,
+        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "STAGES": 3,
     }  # fmt: skip
     grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
     return Launch(key_gradient, grid, arguments, registers=ALL_REGISTERS)
