@@ -1,5 +1,5 @@
-"""Flax's output layers with onchip's loss: `LinearHead` and `EmbedHead` for nnx, `DenseHead` for linen; and its
-attention layers with onchip's attention.
+"""Flax's output layers with onchip's loss: `LinearHead` and `EmbedHead` for nnx, `DenseHead` for linen; its attention
+layers with onchip's attention; linear layers in FP8 and mixtures of experts, from flax_layers.py.
 
 Each head is Flax's own layer, with its arguments, its parameters and their names, so that checkpoints load.  It gives
 logits as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the
@@ -17,6 +17,10 @@ with naming_extra("onchip.integrations.flax", "jax,integrations"):
 
 from onchip.frontend.jax_types import Array
 from onchip.frontend.topk import TopK
+from onchip.integrations.flax_layers import Fp8Dense as Fp8Dense
+from onchip.integrations.flax_layers import Fp8Linear as Fp8Linear
+from onchip.integrations.flax_layers import LinenMoE as LinenMoE
+from onchip.integrations.flax_layers import MoE as MoE
 from onchip.jax import dot_product_attention, linear_cross_entropy
 from onchip.masks import Mask
 
