@@ -189,7 +189,7 @@ STACKS = {
     "Levanter": Stack(
         "marin-levanter",
         levanter,
-        ("marin-levanter==0.2.20.dev202606180959", "braceexpand==0.1.7", "jaxtyping==0.3.11"),
+        ("marin-levanter==0.2.227.dev40316220070", "braceexpand==0.1.7", "jaxtyping==0.3.11"),
     ),
     "MaxText": Stack(
         "maxtext",

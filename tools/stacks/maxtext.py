@@ -1,42 +1,16 @@
 """MaxText: its loss and its train step, with stand-ins for what it imports."""
 
 import contextlib
-import importlib.machinery
 import io
 import os
 import re
 import sys
-import types
-import unittest.mock
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from stacks.common import PAGE, Checked, agreed, section, tests, tokens
-
-
-class StandIns:
-    """Finds an empty module for each of these packages: it can be imported, has every name, and does nothing."""
-
-    def __init__(self, packages: Sequence[str]) -> None:
-        self.prefixes = tuple(f"{package}." for package in packages)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if f"{name}.".startswith(self.prefixes):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return types.ModuleType(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        def named(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {}) if name[0].isupper() else unittest.mock.MagicMock()
-
-        module.__getattr__ = named  # type: ignore[method-assign]
+from stacks.common import PAGE, Checked, StandIns, agreed, section, tests, tokens
 
 
 def maxtext() -> Checked:
