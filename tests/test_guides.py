@@ -1,8 +1,9 @@
 """The training scripts of docs/guides: train.py has the same losses in one process and, with FSDP2, in two; finetune.py
-has those of the unpatched model.
+has those of the unpatched model.  JAX's page of data parallelism runs on four devices.
 """
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -54,3 +55,13 @@ def test_a_model_is_fine_tuned_from_a_folder_to_a_folder(tmp_path, monkeypatch, 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.vocab_size == words.get_vocab_size()
     monkeypatch.setitem(script["main"].__globals__, "patch", lambda model: "not patched")
     assert losses == pytest.approx(script["main"](*given), rel=1e-4)
+
+
+def test_the_page_of_data_parallelism_runs_on_four_devices():
+    page = (GUIDES / "data_parallel_jax.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    code = "\n".join([*blocks, "assert jax.device_count() == 4"])
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = os.environ | devices | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
