@@ -108,12 +108,23 @@ OPTIONS = {
 }
 
 
-def head(tokens, hidden, vocab, *, op=linear_cross_entropy, labels=None, ids=None, backend="mosaic_gpu", **options):
+def head(
+    tokens,
+    hidden,
+    vocab,
+    *,
+    op=linear_cross_entropy,
+    labels=None,
+    ids=None,
+    dtype=BF16,
+    backend="mosaic_gpu",
+    **options,
+):
     turned = options.get("weight_layout") == "hv"
-    leaves = {"hidden": ((tokens, hidden), BF16), "weight": ((hidden, vocab) if turned else (vocab, hidden), BF16)}
+    leaves = {"hidden": ((tokens, hidden), dtype), "weight": ((hidden, vocab) if turned else (vocab, hidden), dtype)}
     constants = {}
     if options.pop("bias", False):
-        leaves["bias"] = ((vocab,), BF16)
+        leaves["bias"] = ((vocab,), dtype)
     for name, size in (("class_weight", vocab), ("token_weight", tokens)):
         if options.pop(name, False):
             constants[name] = ((size,), F32)
@@ -169,25 +180,34 @@ def with_teacher(op, tokens, leaves, **options):
     return lowered(call, leaves, {"indices": ((tokens, 64), INT), "values": ((tokens, 64), F32)}, {})
 
 
-def grouped(tokens, *, way="plain", layout="gnk", **options):
+def grouped(tokens, *, way="plain", layout="gnk", bias=False, **options):
+    """`way`: "rows" of x are gathered, products are "scattered", or "both"."""
     groups, n, k = 8, 512, 384
     leaves = {"x": ((tokens, k), BF16), "weight": ((groups, n, k) if layout == "gnk" else (groups, k, n), BF16)}
     constants = {"group_sizes": ((groups,), INT)}
+    if bias:
+        leaves["bias"] = ((groups, n), BF16)
     if way == "rows":
         constants["rows"] = ((2 * tokens,), INT)
+    elif way == "both":
+        constants |= {"rows": ((tokens,), INT), "scatter_rows": ((tokens,), INT)}
+        leaves["row_scale"], options["num_rows"] = ((tokens,), F32), 300
     elif way == "scattered":
         constants["scatter_rows"], options["num_rows"] = ((tokens,), INT), tokens // 2
         leaves["row_scale"] = ((tokens,), F32)
     return lowered(grouped_matmul, leaves, constants, {"weight_layout": layout, **options})
 
 
-def quantised(tokens, n, k, **options):
-    return lowered(fp8_linear, {"x": ((tokens, k), BF16), "weight": ((n, k), BF16)}, {}, options)
+def quantised(tokens, n, k, *, bias=False, weight_dtype=BF16, **options):
+    weight = (n, k) if options.get("weight_layout") != "kn" else (k, n)
+    leaves = {"x": ((tokens, k), BF16), "weight": (weight, weight_dtype)} | ({"bias": ((n,), BF16)} if bias else {})
+    return lowered(fp8_linear, leaves, {}, options)
 
 
 def attended(mask, *, heads=4, key_heads=2, size=64, sinks=False, tokens=300, **options):
     shapes = {"q": heads, "k": key_heads, "v": key_heads}
-    leaves = {name: ((2, tokens, h, size), BF16) for name, h in shapes.items()}
+    order = 1 if options.get("layout") != "bhtd" else -1
+    leaves = {name: ((2, *(tokens, h)[::order], size), BF16) for name, h in shapes.items()}
     if sinks:
         leaves["sinks"] = ((heads,), F32)
     numbers = {f"mask{i}": (x.shape, INT) for i, x in enumerate(mask_arrays(mask))}

@@ -20,9 +20,8 @@ from lowered import on_h100
 from onchip.attention.masks import Intervals
 from onchip.attention.mosaic import work
 from onchip.jax import attention
-from onchip.masks import Causal, Documents, Window
+from onchip.masks import Causal, Documents
 from onchip.ops.attention.cases import KINDS, Drawn
-from shard_map_lowering import kernels
 
 BF16 = jnp.bfloat16
 op = partial(attention, backend="mosaic_gpu")
@@ -86,57 +85,11 @@ def gradients(*, wanted=(0, 1, 2), mask=lambda ids: Documents(ids) & Causal(), *
     return jax.value_and_grad(loss, wanted)
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "sinks"),
-    [
-        (128, {}, False),
-        pytest.param(64, {"softcap": 30.0, "layout": "bhtd"}, True, marks=pytest.mark.slow),
-        pytest.param(40, {"scale": -0.1}, True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_op_lowers(size, options, sinks, hopper):
-    """Of sizes that are no multiples of tiles, nor of 8."""
-    given = shapes(2, 333, 333, 6, 2, size)
-    if options.get("layout") == "bhtd":
-        given = tuple(((x[0], x[2], x[1], x[3]), dtype) for x, dtype in given)
-    more = [((6,), jnp.float32)] if sinks else []
-    assert lower(gradients(**options), *given, ((2, 333), jnp.int32), *more).count("custom_call @mosaic_gpu") == 3
-
-
-@pytest.mark.slow
-def test_with_stops_it_lowers(hopper):
-    def tree(stop):
-        return Intervals(stop * 0, jnp.arange(333)[None] + 1 + stop * 0, stop)
-
-    text = lower(gradients(mask=tree), *shapes(2, 333, 333, 6, 2, 128), ((2, 333), jnp.int32))
-    assert text.count("custom_call @mosaic_gpu") == 3
-
-
 def test_vmap_is_a_larger_batch_and_unneeded_gradients_take_no_kernel(hopper):
     given = [((3, *x), dtype) for x, dtype in shapes(1, 256, 256, 2, 1, 64)]
     text = lower(jax.vmap(gradients(wanted=(0,)), in_axes=(0, 0, 0, None)), *given, ((256,), jnp.int32))
     assert text.count("custom_call @mosaic_gpu") == 2
     assert "tensor<3x256x2x64xbf16>" in text
-
-
-@pytest.mark.slow
-def test_kernels_know_no_mask_and_are_the_same_in_a_shard_map(hopper):
-    given = *shapes(1, 256, 256, 2, 1, 64), ((1, 256), jnp.int32)
-
-    def call(mask):
-        return lambda q, k, v, ids: op(q, k, v, mask(ids))
-
-    causal, tracked, other = (
-        kernels(call(mask), *given, check_vma=vma)
-        for mask, vma in (
-            (lambda ids: Causal(), False),
-            (lambda ids: Causal(), True),
-            (lambda ids: Documents(ids) & Window(9), False),
-        )
-    )
-    assert len(causal) == 3
-    assert tracked == causal
-    assert other == causal
 
 
 def test_which_calls_kernels_serve():

@@ -24,7 +24,6 @@ from onchip.kernels.mosaic.product import SHARED_BYTES
 from onchip.ops.fp8_linear import jax_op, reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Fp8LinearCase
 from onchip.ops.fp8_linear.checks import CHECKER
-from shard_map_lowering import kernels
 from shared import assert_within_bounds
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -175,34 +174,6 @@ def test_too_much_shared_memory():
     f = partial(scaled_product, by_block=True, dtype=jnp.float32, config=replace(CONFIG, stages=5))
     with pytest.raises(ValueError, match=rf"scaled_product: .* bytes of shared memory, of which .* {SHARED_BYTES}"):
         lower(f, scaled(8, 128), scaled(8, 128, True))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_hopper")
-def test_the_kernels_are_the_same_in_a_shard_map():
-    op = partial(fp8_linear, backend="mosaic_gpu")
-    shapes = ((256, 256), "bfloat16"), ((384, 256), "bfloat16"), ((384,), "bfloat16")
-    plain, tracked = (kernels(lambda x, w, b: op(x, w, b), *shapes, check_vma=check) for check in (False, True))
-    assert len(plain) == 3
-    assert tracked == plain
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "layout"),
-    [(8192, 6144, 4096, "nk"), (130, 131, 521, "kn"), pytest.param(0, 4, 3, "kn", marks=pytest.mark.slow)],
-)
-@pytest.mark.usefixtures("on_hopper")
-def test_the_layer_lowers(m, n, k, layout):
-    def step(x, weight, bias, g):
-        out, pullback = jax.vjp(partial(fp8_linear, weight_layout=layout, backend="mosaic_gpu"), x, weight, bias)
-        return out, *pullback(g)
-
-    of_weight = (n, k) if layout == "nk" else (k, n)
-    shapes = ((m, k), "bfloat16"), (of_weight, "float32"), ((n,), "float16"), ((m, n), "bfloat16")
-    arguments = [jax.ShapeDtypeStruct(*s) for s in shapes]
-    made = jax.eval_shape(step, *arguments)
-    assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in (arguments[3], *arguments[:3])]
-    assert lower(step, *arguments).count("custom_call @mosaic_gpu") == 3
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -17,9 +17,7 @@ from onchip.groups.mosaic import products
 from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, tile_at, tiles_up_to
 from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import GroupedOptions
-from onchip.jax import grouped_matmul
-from onchip.ops.grouped_matmul import jax_op, reference
-from shard_map_lowering import kernels
+from onchip.ops.grouped_matmul import reference
 
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 BF16 = jnp.bfloat16
@@ -77,35 +75,6 @@ def test_rows_product_lowers(layout, swiglu, dtype, config):
 
 def test_weight_product_lowers():
     lower(products.weight_product, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILL)
-
-
-@pytest.mark.parametrize("layout", ["gkn", pytest.param("gnk", marks=pytest.mark.slow)])
-def test_the_op_lowers(layout, monkeypatch):
-    """All of it, with a weight that isn't square: three products, and two sums over rows."""
-    monkeypatch.setattr(jax_op, "mosaic_refusal", lambda *call: None)
-
-    def step(x, w, b, s, sizes, rows):
-        def run(x, w, b, s):
-            more = {"rows": rows, "scatter_rows": rows, "num_rows": 300, "activation": "swiglu"}
-            op = partial(grouped_matmul, weight_layout=layout, backend="mosaic_gpu")
-            return op(x, w, sizes, bias=b, row_scale=s, **more).astype(jnp.float32).sum()
-
-        return jax.grad(run, (0, 1, 2, 3))(x, w, b, s)
-
-    weight = ((4, 256, 192) if layout == "gnk" else (4, 192, 256), BF16)
-    shapes = (((300, 192), BF16), weight, ((4, 256), BF16), ((500,), jnp.float32), ENDS, ((500,), jnp.int32))
-    assert lower(step, *shapes).count("custom_call @mosaic_gpu") == 5
-
-
-@pytest.mark.parametrize("groups", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_the_kernels_are_the_same_in_a_shard_map(groups, monkeypatch):
-    """With lists of tiles and, for the weight's gradient and many groups, a counter."""
-    monkeypatch.setattr(jax_op, "mosaic_refusal", lambda *call: None)
-    op = partial(grouped_matmul, backend="mosaic_gpu")
-    shapes = ((1024, 256), BF16), ((groups, 384, 256), BF16), ((groups,), jnp.int32)
-    plain, tracked = (kernels(op, *shapes, check_vma=x) for x in (False, True))
-    assert len(plain) == 3
-    assert tracked == plain
 
 
 # --------------------------------------------------------------------------------------------------------- interpreted

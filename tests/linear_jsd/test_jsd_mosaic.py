@@ -18,7 +18,6 @@ from onchip.ops.linear_jsd import JsdOptions, jax_op, memory, mosaic_kernels, mo
 from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER
 from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
 from onchip.ops.linear_jsd.mosaic_kernels import JsdHard, Tuning
-from shard_map_lowering import kernels
 from shared import assert_within_bounds
 
 # With a vocabulary that the kernels take.
@@ -368,27 +367,6 @@ def test_refusals():
         with pytest.raises(ValueError, match=f"backend 'mosaic_gpu' can't run this call: .*{reason}"):
             run()
     assert jsd(u[..., :64], u[..., :64]) == 0  # by 'xla'
-
-
-@pytest.mark.parametrize("tokens", [128, pytest.param(1024, marks=pytest.mark.slow)])
-def test_inside_of_shard_map_the_kernels_are_the_same(tokens, monkeypatch):
-    """Whether JAX tracks what varies over the mesh or not; each device has its own rows, in one chunk or several."""
-    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_walk, "hopper_refusal", lambda: None)
-    forget()
-    shapes = (
-        ((tokens, 128), "bfloat16"),
-        ((512, 128), "bfloat16"),
-        ((512, 192), "bfloat16"),
-        ((tokens, 192), "bfloat16"),
-    )
-    tracked, untracked = (
-        kernels(lambda h, w, v, x: linear_jsd(h, w, x, v, backend="mosaic_gpu")[None], *shapes, check_vma=tracks)
-        for tracks in (True, False)
-    )
-    forget()
-    assert len(tracked) == 4
-    assert tracked == untracked
 
 
 def test_within_a_small_budget_auto_is_plain_jax(monkeypatch):

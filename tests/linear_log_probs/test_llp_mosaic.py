@@ -103,35 +103,6 @@ def test_under_vmap_and_a_bad_id(on_the_cpu):
         assert np.linalg.norm(x - y) <= 6e-3 * np.linalg.norm(y)
 
 
-def lowered(tokens, hidden, vocab, *, ids=(), layout="vh", dtype=jnp.bfloat16, **options):
-    shapes = (tokens, hidden), (vocab, hidden) if layout == "vh" else (hidden, vocab), (tokens, *ids)
-    arguments = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dtype, dtype, jnp.int32), strict=True)]
-
-    def total(*given):
-        made = linear_log_probs(*given, weight_layout=layout, backend="mosaic_gpu", **options)
-        return sum(x.sum() for x in jax.tree.leaves(made) if jnp.issubdtype(x.dtype, jnp.floating))
-
-    return jax.jit(jax.grad(total, (0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options", "launches"),
-    [
-        # Softmax, rebase, hidden's product, weight's, the targets' terms; and what the entropy does to exponentials.
-        pytest.param((1024, 1024, 32768), {}, 5, marks=pytest.mark.slow),
-        ((1024, 1024, 32768), {"entropy": True}, 6),
-        # Softmax, logits again, both products.
-        ((300, 192, 1088), {"ids": (3,), "entropy": True, "log_sum_sq_probs": True, "top1": True}, 4),
-        ((300, 192, 1088), {"entropy": True, "softcap": 5.0, "layout": "hv", "dtype": jnp.float16}, 4),
-    ],
-    ids=str,
-)
-def test_the_op_lowers_and_nothing_is_copied(sizes, options, launches, as_on_hopper):
-    text = lowered(*sizes, **options)
-    assert text.count("custom_call @mosaic_gpu") == launches
-    assert "stablehlo.copy" not in text
-
-
 def test_what_is_kept():
     """Exponentials of one id's tokens, but where an entropy's gradient can't be read off them; and none of several."""
     p = Problem(4096, 4096, 128256, "bfloat16", device="cuda", ids=1, per_token_loss=True)

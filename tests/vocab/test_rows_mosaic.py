@@ -13,15 +13,12 @@ import pytest
 import plain_rows
 from linear_cross_entropy.small_mosaic import INTERPRETER
 from onchip.jax import TopK, cross_entropy, log_probs
-from onchip.ops.cross_entropy import jax_op
 from onchip.ops.cross_entropy.checks import CHECKER as LOSSES
-from onchip.ops.linear_log_probs import jax_op as log_probs_op
 from onchip.ops.linear_log_probs.checks import CHECKER as LOG_PROBS
 from onchip.vocab import jax_ways
 from onchip.vocab.rows import memory, mosaic, mosaic_op
 from onchip.vocab.rows.mosaic import RowGradient, RowWalk
 from onchip.vocab.xla.tiles import Wanted
-from shard_map_lowering import kernels
 from shared import assert_refused, assert_within_bounds
 
 ALL = Wanted(*[True] * len(Wanted._fields))
@@ -217,26 +214,6 @@ def test_transformations():
     assert_near(jax.tree.map(lambda x: x[1], mapped), alone, 1e-6)
     scanned = jax.lax.scan(lambda total, z: (total + cross_entropy(z, ids[0], backend="mosaic_gpu"), None), 0.0, z)[0]
     assert_near(scanned, sum(cross_entropy(x, ids[0]) for x in z), 1e-5)
-
-
-@pytest.mark.parametrize("op", ["cross_entropy", pytest.param("log_probs", marks=pytest.mark.slow)])
-def test_inside_of_shard_map_the_kernels_are_the_same(op, monkeypatch):
-    """Whether JAX tracks what varies over the mesh or not; each device has its own rows."""
-    for module in (jax_op, log_probs_op):
-        monkeypatch.setattr(module, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "hopper_refusal", lambda: None)
-    plain_rows.forget()
-
-    def f(z, scale, y):
-        if op == "cross_entropy":
-            return cross_entropy(z * scale, y, reduction="none", softcap=5.0, backend="mosaic_gpu")
-        return log_probs(z * scale, y, entropy=True, backend="mosaic_gpu").entropy
-
-    shapes = ((40, 1024), "bfloat16"), ((), "bfloat16"), ((40,), "int32")
-    tracked, untracked = (kernels(f, *shapes, check_vma=x) for x in (True, False))
-    plain_rows.forget()
-    assert len(tracked) == 2
-    assert tracked == untracked
 
 
 # ----------------------------------------------------------------------------------------------------- memory, refusals
