@@ -23,7 +23,7 @@ MEASURE_MEMORY = (
 
 
 # Of the others what takes longest goes first, so that one worker doesn't end with it alone.
-LONGEST = ("test_bench_losses.py",)
+LONGEST = ("test_bench_losses.py", "test_compiled.py")
 
 
 def pytest_collection_modifyitems(items):

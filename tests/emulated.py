@@ -6,7 +6,6 @@ Memory that nobody has written is NaN.
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -15,13 +14,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from compiled import source_of
 from onchip.groups.triton import op as groups
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.triton import setup
 from ptx import machine, translate
-
-sys.path.append(str(Path(__file__).parent / "linear_cross_entropy"))
-from ahead_of_time import source_of
 
 SWIZZLES = (0, 32, 64, 128)
 

@@ -134,8 +134,10 @@ def of_logits(tokens, *, vocab, op=cross_entropy, sliced=0, labels=None, ids=Non
     if op is jsd:
         teacher = _teacher(given, tokens, labels)
         if teacher is None:
-            given["teacher"] = blank(tokens, vocab)
+            given["teacher"] = blank(tokens, vocab, dtype=dtype, grad=options.get("teacher_grad", False))
         named = {"student_logits": wide, "teacher_logits": given.get("teacher"), "teacher_topk": teacher}
+        if "hard_weight" in options:
+            named["target"] = given["target"] = blank(tokens, dtype=INT)
         return recorded(jsd, given, named | more | {"backend": "triton"})
     if op is log_probs:
         named["ids"] = given["ids"] = blank(tokens, *([ids] if ids else []), dtype=INT)
@@ -144,15 +146,21 @@ def of_logits(tokens, *, vocab, op=cross_entropy, sliced=0, labels=None, ids=Non
     return recorded(op, given, named | more | {"backend": "triton"}, spills=spills)
 
 
-def two_heads(tokens, *, hidden, vocab, teacher_hidden=0, bias=False, hard=False, rest=None, **options):
-    teacher_hidden = teacher_hidden or hidden
-    named = {"student_hidden": leaf(tokens, hidden), "student_weight": leaf(vocab, hidden)}
-    topk = {}
+def two_heads(
+    tokens, *, hidden, vocab, teacher_hidden=0, bias=False, hard=False, rest=None, turned=False, dtype=BF16, **options
+):
+    def model(who, hidden, grad):
+        rows, columns = (hidden, vocab) if turned else (vocab, hidden)
+        weight = blank(rows, columns, dtype=dtype)
+        weight = (weight.T if turned else weight).requires_grad_(grad)
+        return {f"{who}_hidden": blank(tokens, hidden, dtype=dtype, grad=grad), f"{who}_weight": weight}
+
+    named, topk = model("student", hidden, True), {}
     known = _teacher(topk, tokens, rest)
     if known is None:
-        named |= {"teacher_hidden": blank(tokens, teacher_hidden), "teacher_weight": blank(vocab, teacher_hidden)}
+        named |= model("teacher", teacher_hidden or hidden, options.get("teacher_grad", False))
     if bias:
-        named |= {"student_bias": leaf(vocab), "teacher_bias": blank(vocab)}
+        named |= {"student_bias": leaf(vocab, dtype=dtype), "teacher_bias": blank(vocab, dtype=dtype)}
     if hard:
         named["target"] = blank(tokens, dtype=INT)
     given = named | topk
@@ -160,17 +168,18 @@ def two_heads(tokens, *, hidden, vocab, teacher_hidden=0, bias=False, hard=False
     return recorded(linear_jsd, given, named | more | {"backend": "triton"})
 
 
-def grouped(tokens, *, model, way="plain", turned=False, bias=False, **options):
+def grouped(tokens, *, model, way="plain", turned=False, bias=False, sizes="group_sizes", dtype=BF16, **options):
     groups, n, k = model.groups, model.n, model.k
-    weight = leaf(groups, k, n) if turned else leaf(groups, n, k)
-    given = {"x": leaf(tokens, k), "weight": weight, "group_sizes": blank(groups, dtype=torch.int32)}
+    weight = leaf(*((groups, k, n) if turned else (groups, n, k)), dtype=dtype)
+    given = {"x": leaf(tokens, k, dtype=dtype), "weight": weight, sizes: blank(groups, dtype=torch.int32)}
     more = {"weight_layout": "gkn"} if turned else {}
     if bias:
-        given["bias"] = leaf(groups, n)
-    if way == "rows":
+        given["bias"] = leaf(groups, n, dtype=dtype)
+    if way in ("rows", "scaled rows"):
         given["rows"] = blank(8 * tokens, dtype=torch.int32)
+        given |= {"row_scale": leaf(8 * tokens, dtype=F32)} if way == "scaled rows" else {}
     elif way == "scattered":
-        given["x"] = leaf(8 * tokens, k)
+        given["x"] = leaf(8 * tokens, k, dtype=dtype)
         given |= {"scatter_rows": blank(8 * tokens, dtype=torch.int32), "row_scale": leaf(8 * tokens, dtype=F32)}
         more["num_rows"] = tokens
     elif way == "added":

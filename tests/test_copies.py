@@ -6,10 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from linear_cross_entropy.ahead_of_time import recording, turned
+from launched import Recorder, on_h100
 from onchip.torch import jsd, linear_cross_entropy, linear_jsd, linear_log_probs
 
-HOPPER = (90, 232448)
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 OPS = {
     "linear_cross_entropy": lambda h, w, **how: linear_cross_entropy(h, w, IDS, **how),
@@ -23,7 +22,7 @@ ROWS = {v: torch.zeros(v, 64, dtype=torch.bfloat16) for v in (70, 72)}
 
 def needed(call, backend, **how):
     """The bytes that a call with a budget of one byte asks for."""
-    with recording(HOPPER), pytest.raises(ValueError, match="is too small") as caught:
+    with on_h100(Recorder()), pytest.raises(ValueError, match="is too small") as caught:
         call(backend=backend, scratch_bytes=1, **how)
     return int(re.search(r"needs (\d+) bytes", str(caught.value))[1])
 
@@ -43,9 +42,10 @@ def test_of_a_linear_layer(op, backend):
 
     assert more(shifted(2, 8, 64), ROWS[72]) == 2 * 16 * 64
     assert more(PLAIN.permute(2, 0, 1).contiguous().permute(1, 2, 0), ROWS[72]) == 0  # one stride of tokens
-    assert more(PLAIN, turned(72, 64).detach()) == 0
+    assert more(PLAIN, torch.zeros(64, 72, dtype=torch.bfloat16).T) == 0
     copied = 2 * 70 * 64 if backend == "triton" else 0
-    assert more(PLAIN, turned(70, 64).detach()) == copied  # its columns don't begin at multiples of 16 bytes
+    # Its columns don't begin at multiples of 16 bytes.
+    assert more(PLAIN, torch.zeros(64, 70, dtype=torch.bfloat16).T) == copied
     assert more(PLAIN, torch.zeros(70, 64, 2, dtype=torch.bfloat16)[..., 0]) == copied
 
 

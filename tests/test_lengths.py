@@ -1,11 +1,9 @@
 """The kernels that are compiled for a call don't depend on the number of tokens.
 
-A call runs as far as its operator, on memory that nobody reads.  The operator is rehearsed, forward and backward, on
-tensors without memory, and the launches that it would make are collected.
+A call runs as far as its operator.  The operator is rehearsed, forward and backward, on tensors without memory, and the
+launches that it would make are collected.
 """
 
-import math
-import mmap
 import random
 from collections import defaultdict
 from contextlib import ExitStack
@@ -16,12 +14,11 @@ import pytest
 import torch
 
 import launched_cases
+from compiled import source_of
+from launched import Recorder, on_h100
 from launched_cases import grouped, head, of_logits, quantised, two_heads
-from linear_cross_entropy import ahead_of_time
-from onchip.fp8 import torch_products
 from onchip.frontend.torch_ahead import without_memory
 from onchip.frontend.torch_register import Operator
-from onchip.groups.triton import op as groups_op
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.cross_entropy import checks as logits_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
@@ -30,22 +27,9 @@ from onchip.ops.linear_cross_entropy import checks as head_cases
 from onchip.ops.linear_jsd import checks as jsd_cases
 from onchip.ops.linear_log_probs import checks as log_probs_cases
 from onchip.torch import jsd, linear_cross_entropy, linear_log_probs, log_probs
-from onchip.vocab.rows import launches as rows_launches
 
-HOPPER = 90, 232448
 # Kernels of one head and set of options for all lengths, with those that stand in for each other.
 MOST = 20
-# Pages that the system doesn't count: mmap has the name from Python 3.13 on.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-
-
-def blank(*shape, dtype=torch.bfloat16, grad=False):
-    """A tensor that takes no memory as long as nobody writes to it."""
-    size = math.prod(shape) * dtype.itemsize
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    memory = torch.frombuffer(mmap.mmap(-1, max(1, size), flags=flags), dtype=torch.uint8)
-    return memory[:size].view(dtype).view(shape).requires_grad_(grad)
-
 
 # ------------------------------------------------------------------------------------------------------------- calls
 
@@ -132,7 +116,7 @@ def is_of_another_kind(name):
 
 def kind_of(launch):
     """What is asked of the compiler, and what of it depends on numbers and addresses alone."""
-    source = ahead_of_time.source_of(launch)
+    source = source_of(launch)
     kind = launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options)
     return kind, str(source.attrs)
 
@@ -159,13 +143,10 @@ def asked_for(call, rehearse):
         return add(launch) or False
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(launched_cases, "blank", blank))
         stack.enter_context(mock.patch.object(launched_cases, "recorded", lambda op, given, how, **_: op(**how)))
-        stack.enter_context(ahead_of_time.recording(HOPPER, in_turns=True, run=add))
+        stack.enter_context(on_h100(Recorder()))
+        stack.enter_context(mock.patch.object(Launch, "run", add))
         stack.enter_context(mock.patch.object(Launch, "spills", spills))
-        stack.enter_context(mock.patch.object(groups_op, "check"))
-        for module in (rows_launches, torch_products, groups_op):
-            stack.enter_context(mock.patch.object(module, "device_refusal", return_value=None))
         with mock.patch.object(Operator, "is_plain", _reach), pytest.raises(_Reached) as reached:
             call()
         rehearse(reached.value.operator, reached.value.call)

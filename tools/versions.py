@@ -33,13 +33,14 @@ PAGE = ROOT / "docs" / "support.md"
 HEADER = "| with | Python | tests | passed | failed | on |\n|---|---|---|---|---|---|\n"
 # What the JAX environments have beside JAX, and numbers that its interpreter knows.
 BESIDE_JAX = ("numpy<2.4", "absl-py", "pytest", "jsonschema", "typer", "rich", "msgspec")
-COMPILED = ("tests/*/test_*triton_compile.py", "tests/*/test_*fp8_compile.py", "tests/test_launch.py")
+COMPILED = ("tests/test_compiled.py", "tests/test_launch.py")
 MOSAIC = "lower or kernels_are_the_same or shared_memory"
 LOWERED = (
     "tests/linear_cross_entropy/test_mosaic_*.py",
     "tests/grouped_matmul/test_gm_mosaic.py",
     "tests/fp8_linear/test_fp8_jax.py",
     "tests/linear_log_probs/test_llp_mosaic.py",
+    "tests/test_lowered.py",
     "tests/vocab/test_rows_mosaic.py",
     "tests/linear_jsd/test_jsd_mosaic.py",
     "tests/attention/test_attention_mosaic.py",

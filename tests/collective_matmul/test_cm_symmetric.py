@@ -295,3 +295,14 @@ def test_ranks_agree_on_whether_they_are_mapped(monkeypatch):
             symmetric.free_buffers()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces", "tiles"), [(1, 1, 1), (500, 1, 4), (1023, 1, 8), (1024, 2, 4), (1100, 2, 5), (2049, 4, 5),
+                                  (16384, 4, 32)]
+)  # fmt: skip
+def test_pieces_are_whole_tiles(rows, pieces, tiles):
+    """None is empty, and no more rows are in them than there are in the block's tiles."""
+    cut = launches.cut(rows)
+    assert cut == (pieces, tiles)
+    assert (pieces - 1) * cut.rows < rows <= pieces * cut.rows

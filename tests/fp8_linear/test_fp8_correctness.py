@@ -6,7 +6,7 @@ import torch
 from fp8_common import assert_right, assert_same, assert_same_bits, assert_the_oracles, quantize, small_problem
 from fp8_drawn import FORMATS, SCALES, awkward
 
-from onchip.fp8 import numbers, torch_products, torch_quantize
+from onchip.fp8 import numbers, torch_products, torch_quantize, triton_launches
 from onchip.fp8.numbers import ROW, SQUARE
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Fp8LinearCase
@@ -177,3 +177,27 @@ def test_a_case_that_is_wrong_is_seen():
         patch.setattr(torch_quantize, "quantize", swapped)
         with pytest.raises(AssertionError, match="grad_x unquantised"):
             assert_right(case)
+
+
+@pytest.mark.parametrize(
+    ("x", "aligned"),
+    [
+        (torch.empty(130, 300, dtype=torch.bfloat16), True),
+        (torch.empty(300, 130, dtype=torch.float16).T, True),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[::2, 2:200], True),
+        (torch.empty(130, 301), True),
+        (torch.empty(130, 301)[:, 1:], True),
+        (torch.empty(130, 301, dtype=torch.bfloat16), False),
+        (torch.empty(130, 301, dtype=torch.bfloat16)[:, :300], False),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[:, 1:201], False),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[:, ::2], True),
+        (torch.empty_strided((2, 8), (1 << 24, 1), dtype=torch.bfloat16, device="meta"), True),
+    ],
+    ids=lambda value: f"{list(value.shape)} {list(value.stride())}" if isinstance(value, torch.Tensor) else None,
+)
+def test_how_matrices_are_read(x, aligned):
+    outs = (torch_quantize.empty(*shape, "e4m3", x) for shape in (x.shape, x.shape[::-1]))
+    arguments = triton_launches.quantize_launch(x, *outs, "e4m3", "float32").arguments
+    assert arguments["ALIGNED"] is aligned
+    assert arguments["x"].stride(1) == 1
+    assert arguments["stride_r"] < 1 << 24

@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_parallel import WHOLE
-from onchip.ops.linear_jsd import JsdOptions, memory
+from onchip.ops.linear_jsd import JsdOptions, memory, triton_launches
 from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER, JsdCase
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, JsdModel
@@ -291,3 +292,14 @@ def test_the_formula_holds(dtype, beta, hard):
     assert formula <= budget
     assert peak <= formula + 4 * MIB
     assert peak >= formula / 2 - 4 * MIB, "the formula promises far more than is used"
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-6, 0.1, 0.5, 0.9, 1.0])
+def test_the_series_where_probabilities_are_nearly_equal(beta):
+    """It holds a term's digits to where the differences take over; float64's own are enough for these down to 0.01."""
+    x = np.concatenate([side * np.geomspace(0.01, triton_launches.kernels.NEAR.value, 100) for side in (-1, 1)])
+    d = x * np.log(2)
+    log_p = -np.log1p(beta * np.expm1(d))
+    exact = np.expm1(d) - d if beta in (0, 1) else (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
+    made = np.log(2) * x**2 * np.polyval(triton_launches.nearly_equal(beta)[::-1], x)
+    np.testing.assert_allclose(made, exact, rtol=1e-6)

@@ -1,10 +1,9 @@
-"""Compiles the Triton backend's kernels for a GPU that isn't there, as the op would launch them on it."""
+"""Compiles kernels for a GPU that isn't there, as calls would launch them on it."""
 
 import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -18,12 +17,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.kernels.triton.launch import SPILLED
-from onchip.torch import TopK, linear_cross_entropy
-from onchip.vocab.triton import planner, records, tiling
-from onchip.vocab.triton import setup as triton_setup
+import launched
+from onchip.kernels.triton import launch as launches
 
-PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
 IS_LATER = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2]) > (3, 6)
 # By kernel, bytes of a thread's stack that Triton 3.7, 3.8 or 3.9 takes beyond what 3.6 does.
 LATER = {
@@ -62,89 +58,6 @@ class Compiled:
         return max(0, self.stack - (LATER.get(self.kernel, 0) if IS_LATER else 0))
 
 
-@contextmanager
-def recording(device, *, tiles=None, plan=None, in_turns=False, run=None):
-    """What is launched in the context, on a device given as (compute capability, shared memory per block), is appended
-    to the list that this gives, and not run.  `tiles` replaces the tiles of some kernels, `plan` what was planned;
-    `in_turns`: by the kernels in Gluon where there are any; `run`
-    takes the launches instead.
-    """
-    capability, shared = device
-    found = []
-    heuristic_tiles = tiling.heuristic_tiles
-    make_run = records.Run
-
-    def wanted(_, hidden):
-        return heuristic_tiles(shared, hidden) | dict(tiles or {})
-
-    def of_device(*arguments, tma, gluon, **more):
-        return make_run(*arguments, tma=tma and capability >= 90, gluon=gluon and in_turns, **more)
-
-    with (
-        mock.patch.object(triton_setup, "refusal", return_value=None),
-        mock.patch.object(tiling, "heuristic_tiles", wanted),
-        mock.patch.object(planner, "plan", side_effect=planner.plan if plan is None else lambda *_, **__: plan),
-        mock.patch.object(records, "Run", of_device),
-        mock.patch.object(records.Launch, "run", run or (lambda launch: found.append(launch))),
-        mock.patch.object(records.Launch, "spills", lambda launch, *most: spills(launch, capability, *most)),
-    ):
-        yield found
-
-
-def launches(
-    device,
-    *,
-    op=linear_cross_entropy,
-    tiles=None,
-    plan=None,
-    hidden=512,
-    dtype=torch.bfloat16,
-    parameters=None,
-    tokens=300,
-    vocab=1000,
-    weight=None,
-    bias=False,
-    ids=None,
-    labels=None,
-    in_turns=False,
-    run=None,
-    **options,
-):
-    """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast, `labels`
-    that of soft labels, of so many ids or of every entry."""
-    if options.get("weight_grad_out"):
-        options["weight_grad_out"] = torch.zeros(vocab, hidden)
-
-    def leaf(*shape):
-        return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
-
-    with (
-        recording(device, tiles=tiles, plan=plan, in_turns=in_turns, run=run) as found,
-        torch.autocast("cpu", dtype, enabled=parameters is not None),
-    ):
-        b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight
-        y = torch.zeros((tokens,) if ids is None else (tokens, ids), dtype=torch.int64)
-        if labels is not None and ids is not None:
-            y = TopK(y, torch.zeros(tokens, ids, dtype=labels), "probs", "truncated")
-        elif labels is not None:
-            y = torch.zeros((tokens, vocab), dtype=labels)
-        made = op(leaf(tokens, hidden), w, y, b, backend="triton", **options)
-        parts = made if isinstance(made, tuple) else (made,)
-        sum(x.sum() for x in parts if isinstance(x, torch.Tensor) and x.requires_grad).backward()
-    return found
-
-
-def turned(vocab, hidden, dtype=torch.bfloat16):
-    """A weight [V, H] whose columns are what lies in a row of memory."""
-    return torch.zeros(hidden, vocab, dtype=dtype).T.requires_grad_()
-
-
-def weights_read(found):
-    """The addresses of the weights that some launches read."""
-    weights = [launch.arguments["weight"] for launch in found if "weight" in launch.arguments]
-    return {getattr(x, "base", x).data_ptr() for x in weights}
-
-
 def source_of(launch):
     """The kernel with its arguments' types, and what Triton specialises on: 1, and multiples of 16."""
     signature, constants, attributes = {}, {}, {}
@@ -175,23 +88,30 @@ def _type(path, value, constants, attributes, *, constant=False):
     return {int: "i32", float: "fp32"}[type(value)]
 
 
-def compile_all(found, capability):
-    """Compile what differs among the launches."""
-    sources = {}
-    for launch in found:
+def kinds(runs, device=launched.H100):
+    """By what the compiler is asked for, the first launch that asks, of recorded calls as on this device."""
+    found = {}
+
+    def launch(_, launch):
         source = source_of(launch)
-        key = (launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options))
-        sources.setdefault(key, (source, launch))
-    return [_compile(*pair, capability) for pair in sources.values()]
+        kind = source.signature, source.constants, source.attrs, launch.options
+        # Without the names of classes.
+        key = launch.kernel.__name__, *(re.sub(r"JITFunction\([\w.]+:|\b[A-Z]\w+\(", "(", str(x)) for x in kind)
+        found.setdefault(key, launch)
+
+    with (
+        mock.patch.object(launched.Recorder, "launch", launch),
+        mock.patch.dict(launched.ANSWERS, {launches.describe: lambda _: device}),
+    ):
+        for run in runs:
+            run()
+    return found
 
 
-def spills(launch, capability, most=SPILLED):
-    """`Launch.spills` on such a device."""
-    return _compile(source_of(launch), launch, capability).stack > most
-
-
-def _compile(source, launch, capability):
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+def compiled(launch, capability):
+    """The launch's kernel, for GPUs of a compute capability."""
+    target = GPUTarget("cuda", capability, 32)
+    kernel = triton.compile(source_of(launch), target=target, options=launch.options)
     unused = unused_barriers(kernel.asm["ttgir"])
     assert not unused, f"{launch.kernel.__name__} makes barriers that it doesn't use: {unused}"
     registers, stack = _resources(kernel.asm["cubin"])
