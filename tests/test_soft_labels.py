@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
 from onchip.bench.torch_steps import peak_extra_bytes
-from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy, quantize_weight
-from shared import assert_refused
+from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
 from soft_labels import assert_right, class_weights, everything, oracle, problem, right_stats
 
 FORMS = ("probs", "log_probs", "dense")
@@ -270,59 +269,3 @@ def test_modules_and_weight_grad_out(form):
         linear_cross_entropy(**given, weight_grad_out=out).backward()
     assert given["weight"].grad is None
     torch.testing.assert_close(out, 2 * expected)
-
-
-K = TopK(torch.zeros(2, 12, 3, dtype=torch.int64), torch.rand(2, 12, 3), "probs", "truncated")
-DENSE = torch.rand(2, 12, VOCAB)
-OFF = K.indices.clone()
-OFF[1, 7, 2] = 70
-WRONG = {
-    "kind": ({"target": K._replace(kind="logits")}, ValueError, "target.kind must be 'probs' or 'log_probs'; got 'logits'; pass log-probabilities, as values.log_softmax(-1)"),
-    "rest": ({"target": K._replace(rest="tail")}, ValueError, "target.rest must be 'truncated', a sum over only the K entries; got 'tail', which only linear_jsd and jsd take"),
-    "indices are float": ({"target": K._replace(indices=K.values)}, TypeError, "target.indices must hold integers; got float32"),
-    "values are integers": ({"target": K._replace(values=K.indices)}, TypeError, "target.values must be float32, bfloat16, float16 or float64; got int64"),
-    "values is a list": ({"target": K._replace(values=[0.5])}, TypeError, "target.values must be a torch.Tensor; got list"),
-    "values elsewhere": ({"target": K._replace(values=K.values.to("meta"))}, ValueError, "target.values is on meta but"),
-    "values need a gradient": ({"target": K._replace(values=K.values.clone().requires_grad_())}, ValueError, "target.values gets no gradient from this op; pass target.values.detach()"),
-    "shapes differ": ({"target": K._replace(values=K.values[..., :2])}, ValueError, "target.indices has shape [2, 12, 3] but values has [2, 12, 2]; they must have the same shape"),
-    "flat": ({"target": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "target.indices has shape [12, 3] but"),
-    "no entries": ({"target": K._replace(indices=K.indices[..., :0], values=K.values[..., :0])}, ValueError, "and one more for K >= 1 entries"),
-    "out of range": ({"target": K._replace(indices=OFF)}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
-    "-100 is out of range": ({"target": K._replace(indices=OFF - 100)}, ValueError, "target.indices[0, 0, 0] is -100, which is not in [0, 70)"),
-    "too short": ({"target": DENSE[..., :69]}, ValueError, "target has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
-    "float64": ({"target": DENSE.double()}, TypeError, " is float32 but target is float64; cast one of them"),
-    "needs a gradient": ({"target": DENSE.clone().requires_grad_()}, ValueError, "target gets no gradient from this op; pass target.detach()"),
-    "one number a token": ({"target": torch.rand(2, 12)}, TypeError, "target must hold integers; got float32"),
-    "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is only for targets that are ids; give a token that is to be ignored a token_weight of 0"),
-    "class_weight too short": ({"target": DENSE, "class_weight": torch.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
-    "class_weight < 0": ({"target": K, "class_weight": -torch.ones(70)}, ValueError, "class_weight must be finite and 0 or more; got -1.0"),
-    "class_weight is float64": ({"target": K, "class_weight": torch.ones(70).double()}, TypeError, "class_weight must be float32; got float64"),
-    "class_weight needs a gradient": ({"target": DENSE, "class_weight": torch.ones(70).requires_grad_()}, ValueError, "pass class_weight.detach()"),
-    "token_weight": ({"target": K, "token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
-    "temperature": ({"target": DENSE, "temperature": torch.ones(24)}, ValueError, "temperature has shape [24]; it must have"),
-    "backend": ({"target": DENSE, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: "),
-    "normalizer": ({"target": K, "normalizer": 0}, ValueError, "normalizer must be above 0"),
-    "scratch": ({"target": DENSE, "scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
-}  # fmt: skip
-OWN = {
-    LCE: {
-        "nothing to shift along": ({"hidden": torch.randn(16), "target": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
-        "a shifted index out of range": ({"target": K._replace(indices=OFF), "shift": True}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 66 target.indices are out of range"),
-        "fp8 computed again": ({"target": K, "precision": "fp8", "strategy": "recompute"}, ValueError, "precision='fp8' computes logits once and keeps their gradient; pass strategy="),
-        "fp8's bias": ({"target": DENSE, "precision": "fp8", "reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
-        "fp8's kernels": ({"target": DENSE, "precision": "fp8", "backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
-        "fp8's float64": ({"target": DENSE.double(), "precision": "fp8", **{n: x.double() for n, x in LCE.problem().items() if n != "target"}}, TypeError, "precision='fp8' takes no float64"),
-        "fp8's index out of range": ({"target": K._replace(indices=OFF), "precision": "fp8"}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
-        "fp8's scratch": ({"target": DENSE, "precision": "fp8", "scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
-        "a quantised weight": ({"target": K, "weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which only precision='fp8' takes"),
-        "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
-    },
-    CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is only for targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], the next positions' labels"),
-         "in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
-}  # fmt: skip
-
-
-@by_op
-def test_wrong_call(loss):
-    for changes, kind, message in (WRONG | OWN[loss]).values():
-        assert_refused(loss.op.__name__, partial(loss.op, **loss.problem() | changes), kind, message)
