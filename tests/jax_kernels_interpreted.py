@@ -13,9 +13,8 @@ import torch
 
 from interpreter import main, registering
 from onchip.frontend.topk import TopK
-from onchip.jax import cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
+from onchip.jax import cross_entropy, grouped_matmul, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
 from onchip.kernels.triton import jax_call, jax_front, jax_listed
-from onchip.kernels.triton.jax_call import Pointer
 
 CHECKS = {}
 # Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
@@ -26,19 +25,15 @@ check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16
 
 
-def _tensor(x, memory):
-    """A pointer as a tensor that begins there."""
-    if isinstance(x, Pointer):
-        dtype, flat = getattr(torch, x.dtype), memory[x.array]
-        more = flat[x.offset :]
-        return more[: len(more) // dtype.itemsize * dtype.itemsize].view(dtype)
-    if isinstance(x, tuple):
-        parts = [_tensor(y, memory) for y in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+def _tensor(x, pointer, memory):
+    """A tensor like this one, where the pointer says."""
+    if not isinstance(x, torch.Tensor):
+        return pointer
+    more = memory[pointer.array][pointer.offset :]
+    return more[: len(more) // x.itemsize * x.itemsize].view(x.dtype)
 
 
-def interpreted(kernel, grid, arguments, options, capability, arrays, written):
+def interpreted(launch, pointers, capability, arrays, written):
     """As `jax_call.call`; memory that is new holds NaN."""
     given = [not isinstance(x, jax.ShapeDtypeStruct) for x in arrays]
 
@@ -46,12 +41,13 @@ def interpreted(kernel, grid, arguments, options, capability, arrays, written):
         values, memory = iter(values), []
         for x, there in zip(arrays, given, strict=True):
             size = x.size * x.dtype.itemsize
-            whole = torch.full((size + 512,), 255, dtype=torch.uint8)
-            flat = whole[-whole.data_ptr() % 512 :][:size]
+            new = torch.full((size + 512,), 255, dtype=torch.uint8)
+            flat = new[-new.data_ptr() % 512 :][:size]
             if there:
                 flat.copy_(torch.from_numpy(np.array(next(values)).reshape(-1).view(np.uint8)))
             memory.append(flat)
-        kernel[grid](**{name: _tensor(x, memory) for name, x in arguments.items()})
+        whole = jax.tree.map(lambda x, at: _tensor(x, at, memory), launch.arguments, pointers)
+        launch.kernel[launch.grid](**whole)
         return [
             m.numpy().view(x.dtype).reshape(x.shape)
             for m, x, wrote in zip(memory, arrays, written, strict=True)
@@ -84,13 +80,25 @@ def logits(f):
     return f, (draw(0, T, V, scale=2.0),)
 
 
+def experts(f):
+    return f, (draw(0, T, 64), draw(1, 3, 64, 64, scale=0.2))
+
+
+SIZES, ROWS = jnp.array([20, 0, 11]), jnp.arange(T) * 5 % T
+
+
 def every(found):
     parts = found if isinstance(found, tuple) else (found,)
-    return sum((x * jnp.linspace(0.5, 2, T)).sum() for x in parts if x is not None)
+    return sum((x * jnp.linspace(0.5, 2, T)[(...,) + (None,) * (x.ndim - 1)]).sum() for x in parts if x is not None)
 
 
 def teacher():
     return draw(2, T, 32), draw(3, V, 32, scale=0.2)
+
+
+def turned_teacher():
+    hidden, weight = teacher()
+    return hidden, weight.T.astype(jnp.float32)
 
 
 TOPK = TopK(jnp.arange(8)[None] + 20 * jnp.arange(T)[:, None] % (V - 8), jnp.full((T, 8), 0.1), "probs", "truncated")
@@ -107,6 +115,21 @@ CASES = {
     "turned weight": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), weight_layout="hv", **o), layout="hv"),
     "each token": head(lambda h, w, **o: every(linear_cross_entropy(h, w, target(), reduction="none", **o))),
     "shifted": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), shift=True, **o)),
+    "shifted temperatures": head(
+        lambda h, w, **o: linear_cross_entropy(h[None], w, target()[None], shift=True, temperature=weights(1, T), **o)
+    ),
+    "turned weight of another dtype": head(
+        lambda h, w, **o: linear_jsd(
+            h,
+            w.astype(jnp.float32),
+            *turned_teacher(),
+            weight_layout="hv",
+            temperature=2.0,
+            temperature_squared=True,
+            **o,
+        ),
+        layout="hv",
+    ),
     "statistics": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), return_stats=True, **o)[0]),
     "everything": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), **EVERYTHING, **o)),
     "recompute": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), strategy="recompute", **o)),
@@ -126,6 +149,24 @@ CASES = {
         f"top-k teacher of logits, {rest}": logits(lambda z, x=x, **o: jsd(z, teacher_topk=x, beta=0.4, **o))
         for rest, x in TEACHERS.items()
     },
+    "grouped_matmul": experts(lambda x, w, **o: every(grouped_matmul(x, w, SIZES, **o))),
+    "grouped_matmul of gathered rows": experts(
+        lambda x, w, **o: every(
+            grouped_matmul(
+                x,
+                w.swapaxes(1, 2),
+                SIZES,
+                weight_layout="gkn",
+                activation="swiglu",
+                rows=ROWS,
+                bias=weights(3, 64),
+                **o,
+            )
+        )
+    ),
+    "grouped_matmul that adds up": experts(
+        lambda x, w, **o: every(grouped_matmul(x, w, SIZES, row_scale=weights(T), scatter_rows=ROWS, num_rows=T, **o))
+    ),
     "cross_entropy": logits(lambda z, **o: cross_entropy(z, target(), **o)),
     "log_probs": logits(lambda z, **o: every(log_probs(z, target(), entropy=True, **o))),
     "jsd": logits(lambda z, **o: jsd(z, draw(4, T, V), **o)),

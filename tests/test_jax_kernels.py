@@ -20,7 +20,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from launched import recorded
 from onchip.jax import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.kernels.triton import jax_call, jax_front, jax_listed, launch
-from onchip.kernels.triton.jax_call import Compiled, Pointer
+from onchip.kernels.triton.fill import fill_zeros
+from onchip.kernels.triton.jax_call import Compiled
 from onchip.torch import linear_cross_entropy as of_torch
 
 T, H, V, BF16 = 300, 512, 2000, jnp.bfloat16
@@ -57,7 +58,7 @@ def gpu():
             ]
             if not compiles:
                 patches += [
-                    mock.patch.object(jax_call, "compiled", lambda kernel, *_: Compiled(kernel.__name__, "", "", 0)),
+                    mock.patch.object(jax_call, "compiled", lambda made: Compiled(made.source.name, "", "", 0)),
                     mock.patch.object(jax_call, "of_arrays", return_value=""),
                     mock.patch.object(jax_call, "stack", return_value=0),
                     mock.patch.object(jax_listed.Program, "compile"),
@@ -84,8 +85,8 @@ def test_what_is_launched_is_what_pytorch_launches(gpu):
     gpu(80)
     seen = []
 
-    def call(kernel, grid, arguments, options, capability, arrays, written):
-        seen.append((kernel.__name__, "x".join(map(str, grid))))
+    def call(launched, pointers, capability, arrays, written):
+        seen.append((launched.kernel.__name__, "x".join(map(str, launched.grid))))
         return [jnp.zeros(x.shape, x.dtype) for x, wrote in zip(arrays, written, strict=True) if wrote]
 
     with mock.patch.object(jax_call, "call", call):
@@ -178,10 +179,11 @@ def test_an_address_that_is_read_in_an_unknown_way():
 
 
 def test_pointers_that_16_divides_are_told():
-    types = {}
-    jax_call._type((0,), Pointer("float32", 0, 64), {}, types)
-    jax_call._type((1,), Pointer("float32", 0, 8), {}, types)
-    assert types == {(0,): [["tt.divisibility", 16]]}
+    memory = torch.empty(64, device="meta")
+    given = {"out": memory[2:], "N": 3, "BLOCK": 16}
+    asked = [jax_call.job(launch.Launch(fill_zeros, (1,), given | {"out": x}), 80) for x in (memory[4:], memory[2:])]
+    assert [x.source.attrs[0,] for x in asked] == [[["tt.divisibility", 16]], []]
+    assert asked[0].source.signature == {"out": "*fp32", "N": "i32", "BLOCK": "constexpr"}
 
 
 # ------------------------------------------------------------------------------------------------------- wrong calls

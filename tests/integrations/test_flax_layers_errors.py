@@ -41,7 +41,7 @@ WRONG = {
     "use_bias": (lambda: made(MoE, 16, 8, 4, 2, use_bias="no"), TypeError, "MoE: use_bias must be True or False; got str"),
     "correction_bias": (lambda: made(MoE, 16, 8, 4, 2, correction_bias=x), TypeError, "MoE: correction_bias must be True or False"),
     "param_dtype": (lambda: made(MoE, 16, 8, 4, 2, param_dtype=jnp.int8), TypeError, "MoE: param_dtype must be a floating-point dtype; got"),
-    "backend": (lambda: made(MoE, 16, 8, 4, 2, backend="pallas"), ValueError, "MoE: backend must be one of 'auto', 'mosaic_gpu', 'xla'; got 'pallas'"),
+    "backend": (lambda: made(MoE, 16, 8, 4, 2, backend="pallas"), ValueError, "MoE: backend must be one of 'auto', 'mosaic_gpu', 'xla', 'triton'; got 'pallas'"),
     "x is ids": (lambda: called(jnp.ones((2, 16), int)), TypeError, "MoE: x must have a floating-point dtype; got int32"),
     "x is a list": (lambda: called([1.0] * 16), TypeError, "MoE: x must be a jax.Array or numpy.ndarray; got list"),
     "x is narrow": (lambda: called(x[..., 1:]), ValueError, "MoE: x must be [..., H] with H=16; got shape [4, 6, 15]"),

@@ -43,7 +43,7 @@ def builder() -> Builder | None:
 
 
 def listed_device() -> Any:
-    """The stand-in for the device while this thread's call is listed for another framework (torch_listed.py)."""
+    """The stand-in for the device while this thread's call is listed for another framework (jax_listed.py)."""
     return getattr(builder(), "device", None)
 
 

@@ -17,8 +17,8 @@ from onchip.frontend.options import require_bool
 from onchip.jax import MoEParams, MoEStats, fp8_linear, moe, update_correction_bias
 from onchip.ops.grouped_matmul.moe import Scoring, check_groups, check_routing, check_sizes
 
-Backend = Literal["auto", "mosaic_gpu", "xla"]
-BACKENDS: dict[str, None] = {"mosaic_gpu": None, "xla": None}
+Fp8Backend = Literal["auto", "mosaic_gpu", "xla"]
+MoEBackend = Literal["auto", "mosaic_gpu", "triton", "xla"]
 EXPERT_INIT = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
 """Of the experts' weights [E, out, in]: each expert as a layer of its own."""
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -64,7 +64,7 @@ class Fp8Linear(nnx.Linear):
         *,
         grad_dtype: GradDtype = "e4m3",
         scale: Scale = "float32",
-        backend: Backend = "auto",
+        backend: Fp8Backend = "auto",
         **linear: Any,
     ) -> None:
         _check_fp8("Fp8Linear", grad_dtype, scale, backend, linear)
@@ -101,7 +101,7 @@ class Fp8Dense(linen.Dense):
 
     grad_dtype: GradDtype = "e4m3"
     scale: Scale = "float32"
-    backend: Backend = "auto"
+    backend: Fp8Backend = "auto"
 
     @linen.compact
     def __call__(self, inputs: Array) -> jax.Array:
@@ -116,7 +116,7 @@ class Fp8Dense(linen.Dense):
 
 def _check_fp8(name: str, grad_dtype: Any, scale: Any, backend: Any, linear: Mapping[str, Any]) -> None:
     Fp8Options(grad_dtype, scale)
-    choose_backend(name, backend, BACKENDS)
+    choose_backend(name, backend, dict.fromkeys(("mosaic_gpu", "xla")))
     for option in ("precision", "dot_general", "dot_general_cls", "preferred_element_type"):
         if linear.get(option) not in (None, jax.lax.dot_general):
             raise ValueError(f"{name}: {option} must be left out, as the products are of FP8 numbers")
@@ -204,7 +204,7 @@ class MoE(nnx.Module):
         gate_up_init: Any = EXPERT_INIT,
         down_init: Any = EXPERT_INIT,
         bias_init: Any = nnx.initializers.zeros_init(),  # noqa: B008
-        backend: Backend = "auto",
+        backend: MoEBackend = "auto",
         rngs: nnx.Rngs,
         router_metadata: Mapping[str, Any] = NO_METADATA,
         gate_up_metadata: Mapping[str, Any] = NO_METADATA,
@@ -333,7 +333,7 @@ class LinenMoE(linen.Module):
     gate_up_init: Any = EXPERT_INIT
     down_init: Any = EXPERT_INIT
     bias_init: Any = nnx.initializers.zeros_init()
-    backend: Backend = "auto"
+    backend: MoEBackend = "auto"
 
     @linen.compact
     def __call__(self, x: Array, *, return_stats: bool = False) -> Any:
@@ -385,7 +385,7 @@ def _check_moe(name: str, layer: Any, correction_bias: Any) -> None:
     check_groups(name, layer.num_experts, layer.top_k, layer.n_group, layer.topk_group)
     require_bool(name, "correction_bias", correction_bias)
     require_bool(name, "use_bias", layer.use_bias)
-    choose_backend(name, layer.backend, BACKENDS)
+    choose_backend(name, layer.backend, dict.fromkeys(("mosaic_gpu", "xla", "triton")))
     for option in ("dtype", "param_dtype"):
         dtype = getattr(layer, option)
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):

@@ -9,29 +9,36 @@ import re
 import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from onchip.kernels.triton.compile_process import Job
 from onchip.kernels.triton.keys import settle
 
+if TYPE_CHECKING:  # it imports PyTorch
+    from onchip.kernels.triton.launch import Launch
+
 TARGET = "triton_kernel_call"  # XLA's name of the call
-_TYPES = {
-    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5", "int8": "i8", "int16": "i16", "uint8": "u8", "int32": "i32", "int64": "i64", "bool": "i1",
-}  # fmt: skip
 
 
 class Pointer(NamedTuple):
     """An argument that is memory."""
 
-    dtype: str
     array: int  # its number among the call's arrays
     offset: int  # bytes from its beginning
+
+
+class Compiled(NamedTuple):
+    """A kernel, compiled for one kind of arguments."""
+
+    name: str
+    ptx: str
+    ttir: str
+    shared: int
+    """Bytes of shared memory that a block takes."""
 
 
 def library() -> Any:
@@ -50,31 +57,20 @@ def refusal() -> str | None:
     return None if hasattr(found, "TritonKernelCall") else "JAX is not installed for CUDA: pip install 'jax[cuda13]'"
 
 
-class Compiled(NamedTuple):
-    """A kernel, compiled for one kind of arguments."""
-
-    name: str
-    ptx: str
-    ttir: str
-    shared: int
-    """Bytes of shared memory that a block takes."""
-
-
-def job(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Job:
-    """The job of compiling the kernel for these arguments, for a GPU that need not be there; 80 stands for compute
-    capability 8.0.
+def job(launch: "Launch", capability: int) -> Job:
+    """The job of compiling the launch's kernel for a GPU that need not be there; 80 stands for compute capability 8.0.
+    Triton sees of the arguments what it would see in PyTorch.
     """
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-    from triton.compiler import ASTSource  # type: ignore[import-untyped]
+    from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
+    from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]
 
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, p in enumerate(kernel.params):
-        constant, fixed = p.is_constexpr, p.do_not_specialize
-        signature[p.name] = _type((i,), arguments[p.name], constants, attributes, constant=constant, fixed=fixed)
+    kernel, target = launch.kernel, GPUTarget("cuda", capability, 32)
+    backend, given = make_backend(target), launch.arguments | launch.options
+    bound, seen, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(**given)
+    options, *source = kernel._pack_args(backend, given, bound, seen, None)
     settle(kernel)
-    return Job(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", capability, 32), options, None)
+    return Job(ASTSource(kernel, *source), target, vars(options), None)
 
 
 def _compiled(made: Job) -> Any:
@@ -83,116 +79,66 @@ def _compiled(made: Job) -> Any:
     return triton.compile(made.source, target=made.target, options=made.options)
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Compiled:
+def compiled(made: Job) -> Compiled:
     """The kernel, compiled by Triton or taken from its cache."""
-    made = _compiled(job(kernel, arguments, options, capability))
-    return Compiled(made.metadata.name, made.asm["ptx"], str(made.asm["ttir"]), made.metadata.shared)
+    found = _compiled(made)
+    return Compiled(found.metadata.name, found.asm["ptx"], str(found.asm["ttir"]), found.metadata.shared)
 
 
-def stack(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> int:
+def stack(launch: "Launch", capability: int) -> int:
     """Bytes of each thread's stack, which it needs because registers don't suffice."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(_compiled(job(kernel, arguments, options, capability)).asm["cubin"])
+        file.write(_compiled(job(launch, capability)).asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
     found = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
     return 0 if found is None else int(found[1])
 
 
-def _type(
-    path: tuple[int, ...], value: Any, constants: Any, attributes: Any, *, constant: bool = False, fixed: bool = False
-) -> Any:
-    """The type of a value in Triton's signatures; notes what the compiler may know about the value."""
-    if isinstance(value, Pointer):
-        if value.offset % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return f"*{_TYPES[value.dtype]}"
-    if isinstance(value, tuple) and not constant:
-        parts = [_type((*path, i), x, constants, attributes) for i, x in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if constant or value is None or (type(value) is int and value == 1 and not fixed):
-        constants[path] = value
-        return "constexpr"
-    if type(value) is int and value % 16 == 0 and not fixed:
-        attributes[path] = [["tt.divisibility", 16]]
-    return _kind(value)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
 def call(
-    kernel: Any,
-    grid: Sequence[int],
+    launch: "Launch",
     arguments: dict[str, Any],
-    options: dict[str, Any],
     capability: int,
     arrays: Sequence[jax.Array | jax.ShapeDtypeStruct],
     written: Sequence[bool],
 ) -> list[jax.Array]:
     """Launch the kernel; returns those of the `arrays` that are `written`, in their memory.
 
-    An array that is only a ShapeDtypeStruct is new memory.
+    An array that is only a ShapeDtypeStruct is new memory.  arguments: those of the launch, pointers for tensors.
     """
-    code = compiled(kernel, arguments, options, capability)
-    given = [(i, x) for i, x in enumerate(arrays) if not isinstance(x, jax.ShapeDtypeStruct)]
-    made = [i for i, x in enumerate(written) if x]
-    # The kernel gets the operands first, then the results.
-    place = {i: n for n, (i, _) in enumerate(given)} | {i: len(given) + n for n, i in enumerate(made)}
-    aliases = {n: made.index(i) for n, (i, _) in enumerate(given) if written[i]}
-    flat = tuple(_flat(kernel, arguments))
-    places = tuple([place[x.array] if isinstance(x, Pointer) else -1 for x in flat])
-    x, y, z = (*grid, 1, 1)[:3]
-    config = _config(code, flat, places, (x, y, z), options["num_warps"], capability, len(given) + len(made))
-    results = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in made]
+    made = job(launch, capability)
+    given = [i for i, x in enumerate(arrays) if not isinstance(x, jax.ShapeDtypeStruct)]
+    results = [i for i, x in enumerate(written) if x]
+    order = [*given, *results]  # the kernel gets the operands first, then the results
+    place = {i: n for n, i in enumerate(order)}
+    flat = [x for name, kind in made.source.signature.items() for x in _parts(arguments[name], kind)]
+    where = [(place[x.array], x.offset) if isinstance(x, Pointer) else None for x, _ in flat]
+    code, used = compiled(made), library()
+    parameters = [used.create_array_parameter(0, 0)] * len(order)
+    parameters += [used.create_scalar_parameter(x, kind) for x, kind in flat if not isinstance(x, Pointer)]
+    ptx = of_arrays(code, where, len(order))
+    kernel = used.TritonKernel(code.name, launch.warps, 1, code.shared, ptx, code.ttir, capability)
+    config = used.TritonKernelCall(kernel, *(*launch.grid, 1, 1)[:3], parameters).to_proto(code.name, b"")
     ask: Any = jax.ffi.ffi_call(  # type: ignore[call-overload]
-        TARGET, results, input_output_aliases=aliases, custom_call_api_version=2, legacy_backend_config=config
+        TARGET,
+        [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in results],
+        input_output_aliases={n: results.index(i) for n, i in enumerate(given) if written[i]},
+        custom_call_api_version=2,
+        legacy_backend_config=zlib.compress(config),
     )
-    return list(ask(*[x for _, x in given]))
+    return list(ask(*[arrays[i] for i in given]))
 
 
-def _flat(kernel: Any, arguments: dict[str, Any]) -> Iterator[Any]:
-    """The parameters of the machine code."""
-    for p in kernel.params:
-        if not p.is_constexpr:
-            yield from _parts(arguments[p.name], p.do_not_specialize)
-
-
-def _parts(value: Any, fixed: bool = False) -> Iterator[Any]:
-    if isinstance(value, tuple) and not isinstance(value, Pointer):
-        for x in value:
-            yield from _parts(x)
-    elif not (value is None or (type(value) is int and value == 1 and not fixed)):
-        yield value
-
-
-@lru_cache(maxsize=1024)
-def _config(
-    code: Compiled,
-    flat: tuple[Any, ...],
-    places: tuple[int, ...],
-    grid: tuple[int, int, int],
-    warps: int,
-    capability: int,
-    arrays: int,
-) -> bytes:
-    """What XLA's call is told about a launch."""
-    used = library()
-    ptx = of_arrays(
-        code, [(k, x.offset) if isinstance(x, Pointer) else None for k, x in zip(places, flat, strict=True)], arrays
-    )
-    kernel = used.TritonKernel(code.name, warps, 1, code.shared, ptx, code.ttir, capability)
-    made = [used.create_array_parameter(0, 0)] * arrays
-    made += [used.create_scalar_parameter(x, _kind(x)) for x in flat if not isinstance(x, Pointer)]
-    return zlib.compress(used.TritonKernelCall(kernel, *grid, made).to_proto(code.name, b""))
+def _parts(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
+    """The parameters of the machine code that are made from an argument, and their types for Triton."""
+    if isinstance(kind, tuple):
+        for part in zip(value, kind, strict=True):
+            yield from _parts(*part)
+    elif kind != "constexpr":
+        yield value, kind
 
 
 def of_arrays(code: Compiled, where: Sequence[tuple[int, int] | None], arrays: int) -> str:

@@ -1,41 +1,138 @@
-"""Runs in XLA the steps of a PyTorch call that torch_listed.py lists: each launch is a call in XLA, and JAX computes
-what ATen computes between them.
+"""Lists what a PyTorch call launches, and does the same in XLA: each launch is a call there, and JAX computes what
+PyTorch computes between them.
 
-A piece of memory is an array of one dimension; a launch that may write to it takes the array and gives it back.  Pieces
-that one matrix spans are one array, since only XLA knows where arrays are.
+The call runs on tensors without memory, forward and backward, as it would on a GPU.  In XLA, a storage is an array of
+one dimension; a launch that may write to it takes the array and gives it back.  Storages that one matrix spans are one
+array, since only XLA knows where arrays are.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.core.sizes import up
-from onchip.frontend.torch_builder import ALIGNED, placed
-from onchip.frontend.torch_listed import Computed, Launched, Listed, SpanPart, View, parts_of, views_of
+from onchip.frontend.torch_builder import ALIGNED, THREAD, placed
+from onchip.frontend.torch_inputs import dtype_name
 from onchip.kernels.triton import jax_call
 from onchip.kernels.triton.compiling import compile_jobs
-from onchip.kernels.triton.jax_call import Pointer
+from onchip.kernels.triton.fill import fill_zeros
+from onchip.kernels.triton.launch import Launch, Shared
 
-Array = jax.Array
-Arrays = dict[int, Array]
-"""Arrays by home; one that is missing has not been written."""
-
-# JAX may have no 64 bits: two words.
-_WORDS = {"int64": ("int32", 2)}
+Arrays = dict[int, jax.Array]
+"""By the storage for which they were made; one that is missing has not been written."""
 _FILLED = 4096  # elements, by a program
 
 
-class Home(NamedTuple):
-    """Where memory is."""
+class Computed(NamedTuple):
+    """A call of one of ATen's operators."""
 
-    array: int
-    offset: int  # bytes
+    name: str
+    arguments: tuple[tuple[str, Any], ...]  # names in ATen and values
+    made: Any
+
+
+class Span(NamedTuple):
+    """From the addresses of `pieces`, `function` makes a matrix's address, its number of rows, and a rows' argument."""
+
+    function: Callable[..., tuple[int, int, Any]]
+    pieces: Sequence[Tensor]
+    matrix: Tensor
+    rows: Any
+
+
+class Listed(NamedTuple):
+    """A call, forward and backward."""
+
+    forward: list[Launch | Computed]
+    backward: list[Launch | Computed]
+    spans: list[Span]
+    given: list[Tensor]
+    outputs: list[Tensor]
+    upstream: list[Tensor | None]  # each output's gradient, if it has one
+    gradients: list[Tensor | None]  # each given tensor's gradient
+
+
+class List(TorchDispatchMode):
+    """A context that lists what this thread does with tensors without memory, as if on a device like `device`.
+
+    `stack` tells how many bytes of stack a thread of a launch has, for lack of registers.
+    """
+
+    def __init__(self, device: Any, stack: Callable[[Launch], int]) -> None:
+        super().__init__()
+        self.device, self.stack = device, stack
+        self.steps: list[Launch | Computed] = []
+        self.spans: list[Span] = []
+
+    def __enter__(self) -> Any:
+        THREAD.builder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        THREAD.builder = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, known = func(*args, **(kwargs or {})), {_storage(x) for x in _tensors((args, kwargs))}
+        schema, name = func._schema, func._schema.name.removeprefix("aten::")
+        aliases = all(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
+        if aliases and all(_storage(x) in known for x in _tensors(made)):  # a view
+            return made
+        given = dict(zip([x.name for x in schema.arguments], args, strict=False)) | (kwargs or {})
+        if name in ("zero_", "fill_") and given.get("value", 0) == 0 and made.nbytes < made.untyped_storage().nbytes():
+            self.launch(_zeros(made.detach()))
+        elif not name.startswith(("empty", "new_empty")):
+            self.steps.append(Computed(name, *_each(Tensor.detach, ((*given.items(),), made))))
+        return made
+
+    # What operators and launches state (torch_prepared.py).
+
+    def launch(self, launch: Launch) -> None:
+        if 0 not in launch.grid:
+            self.steps.append(launch._replace(given=launch.arguments, shared=Shared({})))
+
+    def derive(self, *span: Any) -> None:
+        self.spans.append(Span(*span))
+
+    def refuse(self, reason: str) -> None:
+        raise NotImplementedError(reason)
+
+    def _nothing(self, *_: Any) -> None:
+        """List a call of one of ATen's operators."""
+
+    allocate = zero = call = connected = require = _nothing
+
+
+def listed(
+    device: Any,
+    stack: Callable[[Launch], int],
+    function: Callable[..., Any],
+    given: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> Listed:
+    """What `function(*given)` and its backward do.
+
+    given: tensors without memory.  needs: which of them need a gradient.
+    """
+    told = List(device, stack)
+    given = [x.requires_grad_(needed) for x, needed in zip(given, needs, strict=True)]
+    with told:
+        with torch.set_grad_enabled(any(needs)):
+            outputs = _tensors(function(*given))
+        forward, told.steps = told.steps, []
+        upstream = [torch.empty_like(x) if x.requires_grad else None for x in outputs]
+        of, up = [x for x in outputs if x.requires_grad], _tensors(upstream)
+        found = iter(torch.autograd.grad(of, [x for x in given if x.requires_grad], up) if of else ())
+        gradients = [next(found, None) if needed else None for needed in needs]
+    tensors = _each(Tensor.detach, (given, outputs, upstream, gradients))
+    return Listed(forward, told.steps, told.spans, *tensors)
 
 
 class Program:
@@ -43,300 +140,208 @@ class Program:
 
     def __init__(self, listed: Listed, capability: int) -> None:
         self.listed, self.capability = listed, capability
-        self.fixed = {x.memory for x in (*listed.given, *listed.upstream) if x is not None}  # that nothing writes to
-        self.homes = [Home(i, 0) for i in range(len(listed.memory))]
-        self.sizes = [(x.size, x.dtype) for x in listed.memory]
-        for group in self._groups():
-            self._join(group)
-        self.parts = [self._spanning(*x) for x in listed.spannings]
+        self.fixed = {_storage(x) for x in _tensors((listed.given, listed.upstream))}  # that nothing writes to
+        self.starts: dict[int, tuple[int, int]] = {}  # of storages in another one's array: that, and bytes
+        self.like: dict[int, jax.ShapeDtypeStruct] = {}
+        for x in _tensors((listed.given, listed)):
+            dtype, size = _in_jax(x.dtype), x.untyped_storage().nbytes()
+            self.like.setdefault(_storage(x), jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype))
+        self._join()
+        self.matrices = {id(x.matrix): self._derived(x) for x in listed.spans}
+        rows = {id(x.rows): self.matrices[id(x.matrix)][2] for x in listed.spans}
+        self.steps = jax.tree.map(
+            lambda x: rows.get(id(x), x), (listed.forward, listed.backward), is_leaf=lambda x: id(x) in rows
+        )
+        kept = {self._home(x)[0] for x in _tensors((self._memory(listed.backward), listed.gradients))}
+        self.kept = kept - {_storage(x) for x in _tensors(listed.upstream)}  # what backward needs
 
-    def _groups(self) -> Iterator[list[int]]:
-        """Pieces of memory that matrices span."""
-        groups: list[set[int]] = []
-        for spanning in self.listed.spannings:
-            mine = {x.memory for x in spanning.pieces if self.listed.memory[x.memory].size > 0}
-            for other in [x for x in groups if x & mine]:
-                groups.remove(other)
-                mine |= other
-            groups.append(mine)
-        return (sorted(x) for x in groups if len(x) > 1)
+    def _join(self) -> None:
+        """Make the storages that matrices span one array; those that aren't needed at the same time share a place."""
+        group = [*dict.fromkeys(_storage(x) for span in self.listed.spans for x in span.pieces if x.numel())]
+        if len(group) < 2:
+            return
+        needed = [self._memory([x]) for x in (*self.listed.forward, *self.listed.backward)]
+        needed.append(_tensors((self.listed.outputs, self.listed.gradients)))
+        used = [{_storage(x) for x in tensors} for tensors in needed]
+        lives = [[n for n, x in enumerate(used) if key in x] for key in group]
+        sizes = [self.like[key].size * self.like[key].dtype.itemsize for key in group]
+        starts, size = placed(sizes, [(x[0], x[-1]) if x else (0, 0) for x in lives])
+        self.starts = {key: (group[0], start) for key, start in zip(group, starts, strict=True)}
+        dtype = self.like[group[0]].dtype
+        self.like[group[0]] = jax.ShapeDtypeStruct((up(size, ALIGNED) // dtype.itemsize,), dtype)
 
-    def _join(self, group: Sequence[int]) -> None:
-        """Make them one array; pieces that aren't needed at the same time share a place."""
-        steps = [*self.listed.forward, *self.listed.backward]
-        used: dict[int, list[int]] = {i: [] for i in group}
-        for n, step in enumerate(steps):
-            for i in self._memories(step):
-                if i in used:
-                    used[i].append(n)
-        for x in (*self.listed.outputs, *self.listed.gradients):
-            if x is not None and x.memory in used:
-                used[x.memory].append(len(steps))
-        sizes = [self.listed.memory[i].size for i in group]
-        starts, size = placed(sizes, [(min(used[i], default=0), max(used[i], default=0)) for i in group])
-        for i, start in zip(group, starts, strict=True):
-            self.homes[i] = Home(group[0], start)
-        self.sizes[group[0]] = up(size, ALIGNED), self.listed.memory[group[0]].dtype
+    def _memory(self, steps: Any) -> list[Tensor]:
+        """The memory that steps need."""
+        spans = {id(x.matrix): x.pieces for x in self.listed.spans}
+        return [y for x in _tensors(steps) for y in spans.get(id(x), (x,))]
 
-    def _memories(self, step: Launched | Computed) -> set[int]:
-        """The memory that a step needs."""
-        if isinstance(step, Computed):
-            return {x.memory for x in (*views_of(step.args), *views_of(step.options), *step.made)}
-        spanned = {p.memory for x in parts_of(step.arguments) for p in self.listed.spannings[x.spanning].pieces}
-        return spanned | {x.memory for x in views_of(step.arguments)}
-
-    def _spanning(self, function: Callable[..., Any], pieces: Sequence[View]) -> tuple[int, int, Any]:
+    def _derived(self, span: Span) -> tuple[int, int, Any]:
         """The array, where the matrix begins in it, and the argument for its rows."""
-        there = [x for x in pieces if math.prod(x.shape)]
-        array = self.homes[there[0].memory].array
-        at = [self.homes[x.memory].offset + x.offset if math.prod(x.shape) else 0 for x in pieces]
-        first, _, rows = function(*at)
-        return array, first, rows
+        homes = [self._home(x) if x.numel() else (0, 0) for x in span.pieces]
+        first, _, rows = span.function(*[at for _, at in homes])
+        return max(array for array, _ in homes), first, rows
 
-    # -------------------------------------------------------------------------------------------------------- running
-
-    def forward(self, given: Sequence[Array]) -> tuple[list[Array], Arrays]:
-        """The outputs, and what backward needs."""
-        arrays: Arrays = {}
-        for x, array in zip(self.listed.given, given, strict=True):
-            arrays[self.homes[x.memory].array] = array.reshape(-1)
-        for step in self.listed.forward:
-            self._run(step, arrays)
-        return [self._read(arrays, x) for x in self.listed.outputs], {i: arrays[i] for i in self._kept if i in arrays}
-
-    def backward(self, arrays: Arrays, upstream: Sequence[Array | None]) -> list[Array | None]:
-        """The gradients."""
-        arrays = dict(arrays)
-        for view, x in zip(self.listed.upstream, upstream, strict=True):
-            if view is not None:
-                x = jnp.zeros(view.shape) if x is None else x
-                arrays[self.homes[view.memory].array] = x.astype(view.dtype).reshape(-1)
-        for step in self.listed.backward:
-            self._run(step, arrays)
-        return [None if x is None else self._read(arrays, x) for x in self.listed.gradients]
-
-    @cached_property
-    def _kept(self) -> list[int]:
-        """The arrays that backward needs."""
-        needed = {self.homes[i].array for step in self.listed.backward for i in self._memories(step)}
-        needed |= {self.homes[x.memory].array for x in self.listed.gradients if x is not None}
-        return sorted(needed - {self.homes[x.memory].array for x in self.listed.upstream if x is not None})
-
-    def _run(self, step: Launched | Computed, arrays: Arrays) -> None:
-        if isinstance(step, Launched):
-            self._launch(arrays, *step)
-        elif step.name in ("zero_", "fill_") and (step.name == "zero_" or step.args[1] == 0):
-            self._zero(arrays, step.made[0])
-        else:
-            self._compute(arrays, step)
+    def _home(self, x: Tensor) -> tuple[int, int]:
+        """The array of a tensor, and where it begins there, in bytes."""
+        array, start = self.starts.get(_storage(x), (_storage(x), 0))
+        return array, start + int(x.storage_offset()) * x.itemsize
 
     def compile(self) -> None:
         """Put all kernels into Triton's cache, compiling several at a time."""
-        compile_jobs([jax_call.job(*launch, self.capability) for launch in self.launches()])
+        launches = [x for steps in self.steps for x in steps if isinstance(x, Launch)]
+        compile_jobs([jax_call.job(x, self.capability) for x in launches])
 
-    def launches(self) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
-        """Kernels, arguments and options of all launches."""
-        for step in (*self.listed.forward, *self.listed.backward):
-            if isinstance(step, Launched):
-                yield step.kernel, self._arguments(step.arguments), step.options
+    # -------------------------------------------------------------------------------------------------------- running
 
-    def _arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._argument(x) for name, x in arguments.items()}
+    def forward(self, given: Sequence[jax.Array]) -> tuple[list[jax.Array], Arrays]:
+        """The outputs, and what backward needs."""
+        arrays: Arrays = {}
+        for x, array in zip(self.listed.given, given, strict=True):
+            self._write(arrays, x, array)
+        self._run(self.steps[0], arrays)
+        outputs = [self._read(arrays, x) for x in self.listed.outputs]
+        return outputs, {i: arrays[i] for i in sorted(self.kept) if i in arrays}
 
-    def _argument(self, x: Any) -> Any:
-        if isinstance(x, SpanPart):
-            array, first, rows = self.parts[x.spanning]
-            return rows if x.matrix is None else Pointer(x.matrix.dtype, array, first)
-        if isinstance(x, View):
-            if self.listed.memory[x.memory].size == 0 or not math.prod(x.shape):  # nothing is read or written
-                return Pointer(x.dtype, self.homes[self.listed.given[0].memory].array, 0)
-            home = self.homes[x.memory]
-            return Pointer(x.dtype, home.array, home.offset + x.offset)
-        if isinstance(x, tuple):
-            parts = [self._argument(y) for y in x]
-            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-        return x
+    def backward(self, arrays: Arrays, upstream: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """The gradients."""
+        arrays = dict(arrays)
+        for x, array in zip(self.listed.upstream, upstream, strict=True):
+            if x is not None:
+                self._write(arrays, x, jnp.zeros(()) if array is None else array)
+        self._run(self.steps[1], arrays)
+        return [None if x is None else self._read(arrays, x) for x in self.listed.gradients]
 
-    def _launch(self, arrays: Arrays, kernel: Any, grid: Any, arguments: dict[str, Any], options: Any) -> None:
-        found = self._arguments(arguments)
-        used = sorted({x.array for x in _pointers(found)})
-        place = {array: i for i, array in enumerate(used)}
-        moved = {name: _renumbered(x, place) for name, x in found.items()}
-        given = [arrays.get(i, self._blank(i)) for i in used]
+    def _run(self, steps: Sequence[Launch | Computed], arrays: Arrays) -> None:
+        for step in steps:
+            if isinstance(step, Launch):
+                self._launch(arrays, step)
+            else:
+                made = run_aten(step.name, dict(_each(lambda x: self._read(arrays, x), step.arguments)))
+                for x, array in zip(_tensors(step.made), made if isinstance(made, tuple) else (made,), strict=True):
+                    self._write(arrays, x, array)
+
+    def _launch(self, arrays: Arrays, launch: Launch) -> None:
+        homes = {id(x): self.matrices.get(id(x)) or self._home(x) for x in _tensors(launch.given) if x.numel()}
+        used = sorted({array for array, *_ in homes.values()})
+
+        def pointer(x: Tensor) -> jax_call.Pointer:
+            array, start, *_ = homes.get(id(x), (used[0], 0))  # of what is empty nothing is read
+            return jax_call.Pointer(used.index(array), start)
+
         written = [i not in self.fixed for i in used]
-        made = iter(jax_call.call(kernel, grid, moved, options, self.capability, given, written))
+        given = [arrays.get(i, self.like[i]) for i in used]
+        made = iter(jax_call.call(launch, _each(pointer, launch.arguments), self.capability, given, written))
         arrays.update({i: next(made) for i, write in zip(used, written, strict=True) if write})
 
-    def _blank(self, i: int) -> jax.ShapeDtypeStruct:
-        size, dtype = self.sizes[i]
-        dtype, _ = _WORDS.get(dtype, (dtype, 1))
-        return jax.ShapeDtypeStruct((size // np.dtype(jnp.dtype(dtype)).itemsize,), dtype)
+    def _read(self, arrays: Arrays, x: Tensor) -> jax.Array:
+        if _is_turned(x):
+            return self._read(arrays, x.T).T
+        if not x.is_contiguous():
+            whole, index = _around(x)
+            return self._read(arrays, whole)[index]
+        (array, start), dtype, words = self._home(x), _in_jax(x.dtype), 2 if x.dtype == torch.int64 else 1
+        if not x.numel():
+            return jnp.zeros(x.shape, dtype)
+        flat = self._array(arrays, array)
+        own = flat.dtype.itemsize
+        part = flat[start // own : -(-(start + x.nbytes) // own)].view(dtype)[start % own // dtype.itemsize :]
+        return part[: x.numel() * words : words].reshape(x.shape)
 
-    def _zero(self, arrays: Arrays, view: View) -> None:
-        home, count = self.homes[view.memory], math.prod(view.shape)
-        blank = self._blank(home.array)
-        size = count * jnp.dtype(view.dtype).itemsize
-        if size == blank.size * blank.dtype.itemsize and home.array not in arrays:
-            arrays[home.array] = jnp.zeros(blank.shape, blank.dtype)
-        elif count:
-            from onchip.kernels.triton.fill import fill_zeros
+    def _write(self, arrays: Arrays, x: Tensor, value: Any) -> None:
+        value = jnp.broadcast_to(value, x.shape).astype(_in_jax(x.dtype))
+        if _is_turned(x):
+            self._write(arrays, x.T, value.T)
+        elif not x.is_contiguous():
+            whole, index = _around(x)
+            self._write(arrays, whole, self._read(arrays, whole).at[index].set(value))
+        else:
+            (array, start), value = self._home(x), value.reshape(-1)
+            if x.dtype == torch.int64:
+                value = jnp.stack([value, value >> 31], -1).reshape(-1)
+            value = value.view(self.like[array].dtype)
+            if value.size < self.like[array].size:
+                into = self._array(arrays, array)
+                value = lax.dynamic_update_slice(into, value, (start // into.dtype.itemsize,))
+            arrays[array] = value
 
-            dtype = view.dtype if size % 4 else "int32"
-            number = count if size % 4 else size // 4
-            options = {"num_warps": 4, "num_stages": 1, "maxnreg": None, "enable_fp_fusion": True}
-            arguments = {"out": View(view.memory, view.offset, dtype, (number,), (1,)), "N": number, "BLOCK": _FILLED}
-            self._launch(arrays, fill_zeros, (-(-number // _FILLED),), arguments, options)
-
-    def _compute(self, arrays: Arrays, step: Computed) -> None:
-        function = _ATEN.get(step.name)
-        if function is None:
-            raise NotImplementedError(f"JAX is not told what ATen's {step.name} does")
-        options = {name: x for name, x in step.options.items() if name not in ("device", "layout", "pin_memory")}
-        options = {name: self._value(arrays, x) for name, x in options.items() if x is not None}
-        made = function(*[self._value(arrays, x) for x in step.args], **options)
-        for view, x in zip(step.made, made if isinstance(made, tuple) else (made,), strict=True):
-            self._write(arrays, view, x, whole=not step.in_place)
-
-    def _value(self, arrays: Arrays, x: Any) -> Any:
-        if isinstance(x, View):
-            return self._read(arrays, x)
-        return tuple(self._value(arrays, y) for y in x) if isinstance(x, tuple) else x
-
-    def _read(self, arrays: Arrays, view: View) -> Array:
-        home, count = self.homes[view.memory], math.prod(view.shape)
-        if not count:
-            return jnp.zeros(view.shape, _in_jax(view.dtype))
-        if home.array not in arrays:
-            blank = self._blank(home.array)
-            arrays[home.array] = jnp.zeros(blank.shape, blank.dtype)
-        # As far as its last element, then by strides.
-        last = sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) + 1
-        flat = _cast(arrays[home.array], home.offset + view.offset, last, view.dtype)
-        if view.strides == _contiguous(view.shape):
-            return flat.reshape(view.shape)
-        order = sorted(range(len(view.shape)), key=lambda i: -view.strides[i])
-        if _contiguous([view.shape[i] for i in order]) == tuple(view.strides[i] for i in order):
-            return flat.reshape([view.shape[i] for i in order]).transpose(np.argsort(order))
-        index: Any = 0
-        for i, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
-            index = index + np.arange(n).reshape(-1, *[1] * (len(view.shape) - i - 1)) * stride
-        return flat[np.broadcast_to(index, view.shape)]
-
-    def _write(self, arrays: Arrays, view: View, x: Array, *, whole: bool) -> None:
-        home, blank = self.homes[view.memory], self._blank(self.homes[view.memory].array)
-        x = jnp.broadcast_to(x, view.shape).astype(_in_jax(view.dtype)).reshape(-1)
-        if view.dtype == "int64":
-            x = lax.bitcast_convert_type(jnp.stack([x, x >> 31], -1), jnp.int32).reshape(-1)
-        if whole and not home.offset and x.size * x.dtype.itemsize == blank.size * blank.dtype.itemsize:
-            arrays[home.array] = _bits(x, blank.dtype)
-            return
-        assert view.strides == _contiguous(view.shape), "only memory without gaps is written"
-        into = arrays.get(home.array)
-        into = jnp.zeros(blank.shape, blank.dtype) if into is None else into
-        start = (home.offset + view.offset) // blank.dtype.itemsize
-        arrays[home.array] = lax.dynamic_update_slice(into, _bits(x, blank.dtype), (start,))
+    def _array(self, arrays: Arrays, i: int) -> jax.Array:
+        return arrays[i] if i in arrays else jnp.zeros(self.like[i].shape, self.like[i].dtype)
 
 
-def words(x: Array) -> Array:
-    """Integers as 64 bits are in memory."""
-    x = x.astype(jnp.int32)
-    return jnp.stack([x, x >> 31], -1)
+def _zeros(x: Tensor) -> Launch:
+    """The launch that fills a part of an array with zeros."""
+    return Launch(fill_zeros, (-(-x.numel() // _FILLED),), {"out": x.view(-1), "N": x.numel(), "BLOCK": _FILLED})
 
 
-def _in_jax(dtype: str) -> Any:
-    return jnp.dtype(_WORDS.get(dtype, (dtype, 1))[0])
+def _is_turned(x: Tensor) -> bool:
+    return x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
 
 
-def _cast(flat: Array, start: int, count: int, dtype: str) -> Array:
-    """So many numbers of `dtype`, from a byte on."""
-    made, per = _WORDS.get(dtype, (dtype, 1))
-    size, own = per * jnp.dtype(made).itemsize, flat.dtype.itemsize
-    part = lax.slice(flat, (start // own,), (-(-(start + count * size) // own),))
-    part = _bits(part, jnp.dtype(made))
-    return part.reshape(count, per)[:, 0] if per > 1 else part[:count]
+def _around(x: Tensor) -> tuple[Tensor, Any]:
+    """The memory from a tensor's first element to its last, and where its elements are in that."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    strides = [8 * stride for stride in x.stride()]
+    return x.as_strided((last,), (1,)), np.lib.stride_tricks.as_strided(np.arange(last), x.shape, strides)
 
 
-def _bits(x: Array, dtype: Any) -> Array:
-    """The same memory, as another dtype."""
-    if x.dtype == dtype:
-        return x
-    if jnp.bool_ in (x.dtype, dtype):
-        assert x.dtype.itemsize == dtype.itemsize
-        return x.astype(dtype)
-    own, other = x.dtype.itemsize, dtype.itemsize
-    x = x.reshape(-1, other // own) if other > own else x
-    return lax.bitcast_convert_type(x, dtype).reshape(-1)
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+def _in_jax(dtype: torch.dtype) -> Any:
+    """Two of these stand for a number of 64 bits, which JAX may not have."""
+    return jnp.dtype("int32" if dtype == torch.int64 else dtype_name(dtype))
 
 
-def _pointers(x: Any) -> Iterator[Pointer]:
-    if isinstance(x, Pointer):
-        yield x
-    elif isinstance(x, dict | tuple):
-        for y in x.values() if isinstance(x, dict) else x:
-            yield from _pointers(y)
+def _tensors(x: Any) -> list[Tensor]:
+    return [y for y in jax.tree.leaves(x) if isinstance(y, Tensor)]
 
 
-def _renumbered(x: Any, place: dict[int, int]) -> Any:
-    if isinstance(x, Pointer):
-        return x._replace(array=place[x.array])
-    if isinstance(x, tuple):
-        parts = [_renumbered(y, place) for y in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+def _each(function: Callable[[Tensor], Any], x: Any) -> Any:
+    """The same with the function's results in place of tensors."""
+    return jax.tree.map(lambda y: function(y) if isinstance(y, Tensor) else y, x)
 
 
-def _dims(dim: Any) -> Any:
-    return tuple(dim) if isinstance(dim, tuple) else dim
+# ----------------------------------------------------------------------------------------- what PyTorch computes itself
 
 
-def _sorted(x: Array, stable: bool = True, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    by = jnp.argsort(x, dim, stable=True, descending=descending)
-    return jnp.take_along_axis(x, by, dim), by
+def _sorted(x: jax.Array, axis: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    order = jnp.argsort(x, axis, stable=True, descending=descending)
+    return jnp.take_along_axis(x, order, axis), order
 
 
-def _pad(x: Array, widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> Array:
-    assert mode == "constant"
-    pairs: Any = [tuple(widths[i : i + 2]) for i in range(0, len(widths), 2)][::-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value or 0)
-
-
-# ATen's operators that the walks call between kernels.
+# ATen's operators that JAX has by the same names.
+_SAME = """abs amax any arange argmax bitwise_not exp exp2 expm1 floor full full_like isnan log log1p log2 logical_and
+logical_not maximum mean minimum nan_to_num ones ones_like pow reshape sqrt square sum tanh where zeros zeros_like"""
 _ATEN: dict[str, Callable[..., Any]] = {
-    "full": lambda shape, value, dtype=None: jnp.full(shape, value),
-    "zeros": lambda shape, dtype=None: jnp.zeros(shape), "ones": lambda shape, dtype=None: jnp.ones(shape),
-    "ones_like": lambda x, **_: jnp.ones_like(x),
-    "zeros_like": lambda x, **_: jnp.zeros_like(x),
-    "fill_": lambda x, value: jnp.full_like(x, value),
-    "copy_": lambda x, y, *_: y,
-    "_to_copy": lambda x, *_, **__: x, "to": lambda x, *_, **__: x, "clone": lambda x, *_, **__: x,
-    "contiguous": lambda x, *_, **__: x, "reshape": jnp.reshape, "flatten": lambda x, *_, **__: jnp.ravel(x),
-    "arange": lambda n, **_: jnp.arange(n),
-    "sum": lambda x, dim=None, keepdim=False, **_: jnp.sum(x, _dims(dim), keepdims=keepdim),
-    "amax": lambda x, dim=None, keepdim=False: jnp.max(x, _dims(dim) or None, keepdims=keepdim),
-    "any": lambda x, dim=None, keepdim=False: jnp.any(x, dim, keepdims=keepdim),
-    "sort": _sorted,
-    "mul": jnp.multiply, "mul_": jnp.multiply, "add": lambda x, y, alpha=1: x + alpha * y,
-    "sub": lambda x, y, alpha=1: x - alpha * y, "rsub": lambda x, y, alpha=1: y - alpha * x, "div": jnp.divide,
-    "neg": jnp.negative, "abs": jnp.abs, "exp": jnp.exp, "log": jnp.log, "exp2": jnp.exp2, "log2": jnp.log2,
-    "floor": jnp.floor, "reciprocal": lambda x: 1 / x,
-    "where": jnp.where, "lt": jnp.less, "gt": jnp.greater, "ge": jnp.greater_equal, "le": jnp.less_equal,
-    "eq": jnp.equal, "ne": jnp.not_equal, "logical_and": jnp.logical_and, "bitwise_and": jnp.bitwise_and,
-    "bitwise_or": jnp.bitwise_or, "bitwise_not": jnp.invert, "logical_not": jnp.logical_not,
-    "clamp": jnp.clip, "clip": jnp.clip, "cat": jnp.concatenate, "concatenate": jnp.concatenate,
-    "clamp_min": jnp.maximum, "maximum": jnp.maximum, "minimum": jnp.minimum,
-    "nan_to_num": lambda x, nan=0.0: jnp.nan_to_num(x, nan=nan),
-    "argmax": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim, keepdims=keepdim),
-    "gather": lambda x, dim, index: jnp.take_along_axis(x, index, dim),
+    **{name: getattr(jnp, name) for name in _SAME.split()},
+    **dict.fromkeys(("to", "_to_copy", "clone", "contiguous"), lambda x: x),
+    "add": lambda x, y, alpha=1: x + alpha * y, "sub": lambda x, y, alpha=1: x - alpha * y,
+    "rsub": lambda x, y, alpha=1: y - alpha * x, "mul": jnp.multiply, "div": jnp.divide, "neg": jnp.negative,
+    "reciprocal": lambda x: 1 / x, "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal,
+    "gt": jnp.greater, "ge": jnp.greater_equal, "__or__": jnp.bitwise_or, "__and__": jnp.bitwise_and,
+    "clamp": jnp.clip, "clamp_min": jnp.maximum, "cat": jnp.concatenate, "scalar_tensor": jnp.asarray,
+    "zero_": lambda x: 0, "copy_": lambda x, y: y, "fill_": jnp.full_like,
+    "masked_fill": lambda x, mask, value: jnp.where(mask, value, x), "sort": _sorted,
+    "gather": lambda x, index, axis: jnp.take_along_axis(x, index, axis),
+    "searchsorted": lambda ascending, x: jnp.searchsorted(ascending, x, method="sort"),
     "index": lambda x, index: x[tuple(slice(None) if i is None else i for i in index)],
-    "pow": jnp.power, "sqrt": jnp.sqrt, "mean": lambda x, dim=None, keepdim=False, **_: jnp.mean(x, _dims(dim)),
-    "masked_fill": lambda x, mask, value: jnp.where(mask, value, x), "__or__": jnp.bitwise_or,
-    "__and__": jnp.bitwise_and, "where_": jnp.where, "expm1": jnp.expm1, "log1p": jnp.log1p, "tanh": jnp.tanh,
-    "full_like": lambda x, value, **_: jnp.full_like(x, value), "pad": _pad, "constant_pad_nd": _pad,
-    "logsumexp": lambda x, dim, keepdim=False: jax.nn.logsumexp(x, dim, keepdims=keepdim),
-    "log_softmax": lambda x, dim, *_: jax.nn.log_softmax(x, dim),
-    "scalar_tensor": lambda x, **_: jnp.asarray(x), "isnan": jnp.isnan,
+    "pad": lambda x, widths, mode="constant", value=0: jnp.pad(
+        x,
+        np.pad(np.reshape(widths, (-1, 2))[::-1], [(x.ndim - len(widths) // 2, 0), (0, 0)]),
+        mode,
+        constant_values=value,
+    ),
 }  # fmt: skip
+_KEYWORDS = {"dim": "axis", "keepdim": "keepdims"} | {x: x for x in ("descending", "max", "min", "nan")}
+_UNUSED = "copy", "device", "dtype", "layout", "memory_format", "non_blocking", "pin_memory", "stable"
+
+
+def run_aten(name: str, given: dict[str, Any]) -> Any:
+    """What an operator makes of JAX's arrays, in some dtype."""
+    function = _ATEN.get(name) or _ATEN.get(name.removesuffix("_"))
+    if function is None:
+        raise NotImplementedError(f"JAX is not told what ATen's {name} does")
+    given = {name: x for name, x in given.items() if x is not None and name not in _UNUSED}
+    options = {_KEYWORDS[x]: tuple(y) or None if isinstance(y, list) else y for x, y in given.items() if x in _KEYWORDS}
+    return function(*[x for name, x in given.items() if name not in _KEYWORDS], **options)

@@ -1,7 +1,8 @@
 """grouped_matmul for JAX: the public function, and the code around the products of its two backends.
 
 The products are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.products`, on any device, or of
-`onchip.groups.mosaic.products`.  XLA does the gathers and the activation's gradient for both.
+`onchip.groups.mosaic.products`.  XLA does the gathers and the activation's gradient for both.  `by_torch` has PyTorch's
+kernels do all of it.
 """
 
 from collections.abc import Callable
@@ -33,12 +34,14 @@ from onchip.groups.problem import (
     check_values,
 )
 from onchip.groups.xla import groups, products, swiglu
+from onchip.kernels.triton.jax_front import by_torch
 
-Backend = Literal["auto", "mosaic_gpu", "xla"]
+Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
 _SOURCE = Role(rows=True)
 _INTEGERS = ("group_sizes", "group_offsets", "rows", "scatter_rows")
 
 
+@by_torch("onchip.ops.grouped_matmul.torch_op:grouped_matmul", "x", "weight", "bias", "row_scale")
 def grouped_matmul(
     x: Array,  # [T, K]; with rows [M, K]
     weight: Array,  # [G, N, K], or [G, K, N] with weight_layout="gkn"
@@ -84,7 +87,9 @@ def grouped_matmul(
         scatter_rows: [T] int32 or int64: row i is added to that row of the result, in float32 and in the order of i.
         num_rows: rows of the result with scatter_rows.
         backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, K and N multiples of 64 and
-            at least 128), "xla" (plain JAX, any device) or "auto": the first of these that can run the call.
+            at least 128), "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, for NVIDIA GPUs of compute
+            capability 8.0 or later, with `onchip[jax-triton]`), or "auto": "mosaic_gpu" on Hopper, "triton" on other
+            GPUs, if they can run the call, and otherwise "xla".
         check_inputs: check sizes and indices on a GPU too, which waits for the device.  On the CPU they are always
             checked, unless they are traced; then check_inputs=True raises.
 
@@ -127,7 +132,7 @@ def grouped_matmul(
     arrays = require_arrays(OP, named, optional=("bias", "row_scale", "rows", "scatter_rows"))
     _check_dtypes(arrays)
     p = check_shapes(options, {name: a.shape for name, a in arrays.items()})
-    chosen = choose_backend(OP, backend, refusals(platform(), dtype_of(x).name, p.n, p.k))
+    chosen = choose_backend(OP, backend, refusals(platform(), dtype_of(x).name, p.n, p.k), ("triton",))
     _check_values(p, which, arrays, check_inputs)
 
     made = {name: _as_jax(a) for name, a in arrays.items()}
