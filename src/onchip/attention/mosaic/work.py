@@ -41,7 +41,7 @@ def query_items(mask: Intervals, keys: int, block: int) -> Array:
     """[B * tiles, 6] int32: tiles of queries, each with one block of `block` keys or more."""
     meet, full = _pairs(mask, keys, TILE, block)
     # Past the last key a block must be masked.
-    return _in_blocks(meet, full.at[..., keys // block :].set(False), block, least=1)
+    return _in_blocks(meet, full & (jnp.arange(full.shape[-1]) < keys // block)[None, None], block, least=1)
 
 
 def key_items(mask: Intervals, keys: int, block: int) -> Array:
@@ -82,28 +82,19 @@ def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, 
 
 
 def _in_blocks(meet: Array, full: Array, block: int, least: int) -> Array:
-    """The items of tiles, given which blocks they meet, and which of these need no mask, [B, tiles, blocks]."""
-    first = jnp.argmax(meet, -1)
-    last = jnp.where(meet.any(-1), meet.shape[2] - jnp.argmax(meet[..., ::-1], -1), first)
-    full_first, full_last = _run(full)
-    return _sorted(first, jnp.maximum(last, first + least), full_first * block, full_last * block)
-
-
-def _run(there: Array) -> tuple[Array, Array]:
-    """Where the first run of True begins and ends in each row of [B, M, N]; equal numbers if there is none."""
-    size = there.shape[-1]
-    first = jnp.argmax(there, -1)
-    after = ~there & (jnp.arange(size)[None, None] > first[..., None])
-    last = jnp.where(after.any(-1), jnp.argmax(after, -1), size)
-    return first, jnp.where(there.any(-1), last, first)
-
-
-def _sorted(first: Array, last: Array, full_first: Array, full_last: Array) -> Array:
-    batch, count = first.shape
-    number = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
-    made = jnp.stack([number // count, number % count, first, last, full_first, full_last], -1)
-    made = made.reshape(-1, 6).astype(jnp.int32)
-    return made[jnp.argsort((first - last).reshape(-1), stable=True)]
+    """The items of tiles, given which blocks they meet, and which of these need no mask, [B, tiles, blocks]; those with
+    most blocks first.  Few operations: each is a launch."""
+    batch, tiles, blocks = meet.shape
+    at = jnp.arange(blocks, dtype=jnp.int32)[None, None]
+    ends = full & ~jnp.pad(full[..., 1:], ((0, 0), (0, 0), (0, 1)))
+    found = (meet, at), (meet, blocks - 1 - at), (full, at), (ends, at + 1)
+    first, after, full_first, full_last = jnp.stack([jnp.where(there, x, blocks) for there, x in found]).min(-1)
+    first = jnp.minimum(first, blocks - 1)
+    last = jnp.maximum(blocks - after, first + least)
+    full_last = jnp.where(full_first == blocks, 0, full_last)
+    number = jnp.arange(batch * tiles, dtype=jnp.int32).reshape(batch, tiles)
+    items = jnp.stack([number // tiles, number % tiles, first, last, full_first * block, full_last * block], -1)
+    return items.reshape(-1, 6)[jnp.argsort((first - last).reshape(-1), stable=True)]
 
 
 def heads_together(heads: int, bytes_of_head: int, at_most: int) -> int:
