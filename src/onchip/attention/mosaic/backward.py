@@ -32,12 +32,14 @@ class BackwardConfig:
     """Tokens in a block that a tile meets."""
     stages: int = 2
     """How many blocks are in shared memory at a time."""
-    registers: tuple[int, int] = (232, 40)
+    registers: tuple[int, int] = (240, 24)
     """Registers of a thread that multiplies, and of one that copies."""
     l2_bytes: int = L2_BYTES
+    persistent: bool = True
+    """Whether there are as many programs as multiprocessors; else each tile has one."""
 
 
-BY_QUERY, BY_KEY = BackwardConfig(128), BackwardConfig(64)
+BY_QUERY, BY_KEY = BackwardConfig(128), BackwardConfig(64, persistent=False)
 
 
 class GradientInputs(NamedTuple):
@@ -47,7 +49,8 @@ class GradientInputs(NamedTuple):
     k: Array  # likewise, Tk and Hk
     v: Array
     grad_out: Array  # like q
-    limits: Array  # [B, 2, Tq rounded up to 128] int32: start and end
+    start: Array  # [B, Tq rounded up to 128] int32
+    end: Array
     stop: Array | None  # [B, Tk rounded up] int32
     numbers: Array  # [B, Hq, 2, Tq rounded up] float32: lse times log2(e), +inf where a query sees nothing; and
     # delta less the gradient of lse
@@ -75,7 +78,9 @@ class _Gradient:
         scores: Scores, config: BackwardConfig, interpret: Any,
     ) -> dict[str, Array]:  # fmt: skip
         of_items = heads[0 if cls is ByQuery else 1]
-        programs = programs_of(len(items) * of_items, interpret)
+        programs = len(items) * of_items
+        if config.persistent:
+            programs = programs_of(programs, interpret)
         read = 2 * (given.k if cls is ByQuery else given.q).nbytes
         together = heads_together(heads[1], read // heads[1], config.l2_bytes) * (of_items // heads[1])
         shared = cls.shared(config, given.q.shape[-1], given.q.dtype)
@@ -182,10 +187,10 @@ class _Gradient:
     def of_scores(
         self, slot: Any, s: Any, d: Any, pairs: tuple[tuple[str, str], tuple[str, str]],
         log_sum: Callable[[], Any], delta: Callable[[], Any], masked: Callable[[Any], Any],
-        between: Callable[[Any], Any],
+        start: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """For a block: the result of `between` for the probabilities, computed while the second product runs, and the
-        gradient of the products, without the scale."""
+        """For a block: what `start` returns for the probabilities, which starts a product while the second one of
+        these runs; and the gradient of the products, without the scale."""
         sums, refs = self.sums, self.refs
 
         def product(total: Any, own: str, met: str) -> Any:
@@ -195,10 +200,10 @@ class _Gradient:
         s, d = (product(total, *pair) for total, pair in zip((s, d), pairs, strict=True))
         x, slope = self.scores.of(sums.value(s, running=1))
         p = masked(jnp.exp2(x * self.scores.factor - log_sum()))
-        found = between(p)
-        y = sums.value(d)
+        started = None if start is None else start(p)
+        y = sums.value(d, running=0 if start is None else 1)
         of_product = p * (y - delta())
-        return found, of_product if slope is None else of_product * slope
+        return started, of_product if slope is None else of_product * slope
 
 
 class ByQuery(_Gradient):
@@ -214,7 +219,7 @@ class ByQuery(_Gradient):
         refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
         row, seen = item.tile * TILE + self.warpgroup * HALF, Seen(registers, refs, item.batch)
         over = pl.ds(row, HALF)
-        limits = [registers.load(refs["limits"].at[item.batch, i, over], 1) for i in range(2)]
+        limits = [registers.load(refs[x].at[item.batch, over], 1) for x in ("start", "end")]
         log_sum, delta = (registers.load(refs["numbers"].at[item.batch, item.head, i, over], 1) for i in range(2))
         plgpu.barrier_wait(refs["own_full"])
 
@@ -229,7 +234,7 @@ class ByQuery(_Gradient):
                 def of_block(s: Any, d: Any) -> Any:
                     _, made = self.of_scores(
                         slot, s, d, (("q", "k"), ("grad_out", "v")), lambda: registers.spread(log_sum, shape, 1),
-                        lambda: registers.spread(delta, shape, 1), masked, lambda p: None,
+                        lambda: registers.spread(delta, shape, 1), masked,
                     )  # fmt: skip
                     plgpu.barrier_arrive(refs["v_free"].at[slot])
                     return made
@@ -245,7 +250,10 @@ class ByQuery(_Gradient):
 
         made = sums.begin(run, (HALF, self.size))
         plgpu.barrier_arrive(refs["own_free"])
-        self.send("grad_q", made * self.scores.scale, item, row)
+        # The upstream gradient of a query that sees nothing may be anything.
+        sees = (limits[0] < limits[1]) & (log_sum < jnp.inf)
+        factor = registers.spread(jnp.where(sees, jnp.float32(self.scores.scale), 0.0), made.shape, 1)
+        self.send("grad_q", jnp.where(factor == 0, 0.0, made * factor), item, row)
         return before + self.steps(item)
 
 
@@ -259,13 +267,14 @@ class ByKey(_Gradient):
     def shared(cls, c: BackwardConfig, size: int, dtype: Any) -> dict[str, Any]:
         beside = {
             "numbers_block": plgpu.SMEM((c.stages, 2, c.block), jnp.float32),
-            "limits_block": plgpu.SMEM((c.stages, 2, c.block), jnp.int32),
+            "start_block": plgpu.SMEM((c.stages, c.block), jnp.int32),
+            "end_block": plgpu.SMEM((c.stages, c.block), jnp.int32),
         }
         return super().shared(c, size, dtype) | beside
 
     @staticmethod
     def copies(name: str) -> int:
-        return 3 if name == "q" else 1
+        return 4 if name == "q" else 1
 
     def steps(self, item: TileWork) -> Any:
         return (item.last - item.first) * self.group
@@ -280,7 +289,8 @@ class ByKey(_Gradient):
             return
         refs, over, barrier = self.refs, pl.ds(first, self.c.block), self.refs["q_full"].at[slot]
         plgpu.copy_gmem_to_smem(refs["numbers"].at[item.batch, head, :, over], refs["numbers_block"].at[slot], barrier)
-        plgpu.copy_gmem_to_smem(refs["limits"].at[item.batch, :, over], refs["limits_block"].at[slot], barrier)
+        for x in ("start", "end"):
+            plgpu.copy_gmem_to_smem(refs[x].at[item.batch, over], refs[f"{x}_block"].at[slot], barrier)
 
     def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
@@ -292,24 +302,26 @@ class ByKey(_Gradient):
                 slot, column = self.slot(before + i), self.of_step(item, i)[0] * c.block
                 edge = (column < item.full_first) | (column + c.block > item.full_last)
 
-                def beside(name: str, which: int) -> Any:
-                    return registers.load_columns(refs[f"{name}_block"].at[slot, which])
+                def number(which: int) -> Any:
+                    x = registers.load_columns(refs["numbers_block"].at[slot, which])
+                    return registers.spread(x, shape, 0)
 
                 def masked(p: Any) -> Any:
                     def inside() -> Any:
-                        return seen.by_key(shape, row, column, [beside("limits", 0), beside("limits", 1)])
+                        limits = [registers.load_columns(refs[f"{x}_block"].at[slot]) for x in ("start", "end")]
+                        return seen.by_key(shape, row, column, limits)
 
                     return where_seen(edge, inside, p, 0.0)
 
-                def of_block(s: Any, d: Any) -> Any:
-                    return self.of_scores(
-                        slot, s, d, (("k", "q"), ("v", "grad_out")),
-                        lambda: registers.spread(beside("numbers", 0), shape, 0),
-                        lambda: registers.spread(beside("numbers", 1), shape, 0), masked, lambda p: p.astype(dtype),
-                    )  # fmt: skip
+                def start(p: Any) -> Any:
+                    block = sums.block(refs["grad_out_block"].at[slot])
+                    return sums.add((of_v[0], values[1]), p.astype(dtype), block)[1]
 
-                p, ds = sums.begin(of_block, shape, shape)
-                _, of_v_now = sums.add((of_v[0], values[1]), p, sums.block(refs["grad_out_block"].at[slot]))
+                def of_block(s: Any, d: Any) -> Any:
+                    pairs = ("k", "q"), ("v", "grad_out")
+                    return self.of_scores(slot, s, d, pairs, lambda: number(0), lambda: number(1), masked, start)
+
+                of_v_now, ds = sums.begin(of_block, shape, shape)
                 _, of_k_now = sums.add((of_k[0], values[0]), ds.astype(dtype), sums.block(refs["q_block"].at[slot]))
                 sums.wait(1)
                 plgpu.barrier_arrive(refs["grad_out_free"].at[slot])

@@ -135,7 +135,7 @@ def _backward_kernels(
     p, how = static.problem, {**_how(static), "interpret": interpret}
     q, k, v, grad_out = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v, grad_out))
     mask, start, end, stop = _limits(static, x.mask)
-    given = GradientInputs(q, k, v, grad_out, jnp.stack([start, end], 1), stop, numbers)
+    given = GradientInputs(q, k, v, grad_out, start, end, stop, numbers)
     grad_q = grad_k = grad_v = None
     if wanted[0]:
         made = backward.by_query(given, query_items(mask, p.keys, BY_QUERY.block), **how)
@@ -175,10 +175,11 @@ def gradients(
     if grad_out is None:
         grad_out, more = jnp.zeros_like(out), jnp.zeros_like(lse)
     else:
-        # A query that sees nothing may have any upstream gradient.  The barrier makes XLA round the numbers, so that
-        # delta is made from the same ones that kernels get.
-        grad_out = jnp.where(_heads_first(static, nothing)[..., None], 0, lax.optimization_barrier(grad_out))
-        more = _heads_first(static, (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1))
+        # The barriers: XLA rounds the upstream gradient, so that delta is made from the same numbers that kernels get;
+        # and it sums delta in a kernel of its own, which is six times as fast as in one that writes `numbers`.
+        grad_out = lax.optimization_barrier(grad_out)
+        delta = lax.optimization_barrier((grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1))
+        more = jnp.where(nothing, 0, _heads_first(static, delta))
     if grad_lse is not None:
         more = more - jnp.where(lse == -jnp.inf, 0, _heads_first(static, grad_lse))
     log_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
