@@ -10,6 +10,7 @@ import ctypes
 import random
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,9 @@ SHARED_BASE = 1024  # where a block's shared memory begins: what is below is not
 LANE = np.arange(LANES)
 PARAM_BASE = 1 << 60
 PARAM_STEP = 256
+# Blocks that run at the same time, where they wait for one another, and how often one of them looks.
+AT_ONCE = 3
+MOST_LOOKS = 100000
 
 
 class Fault(Exception):
@@ -240,13 +244,16 @@ class Block:
         self.barriers = {}
         self.meetings = {}  # number -> warps
         self.later = []  # copies that were issued and aren't done
+        self.looks = 0
         self.program = program
         self.warps = [Warp(self, i, program.registers) for i in range(program.threads // LANES)]
 
-    def run(self):
+    def steps(self):
+        """Run it; between its steps, others may run."""
         code, chance = self.program.code, self.chance
         alive = list(self.warps)
         while alive:
+            yield
             ready = [w for w in alive if w.blocked is None or w.blocked()]
             if self.later and (not ready or chance.random() < 0.25):
                 self._do_one()
@@ -406,6 +413,16 @@ class Block:
 
         w.store_later(copy)
 
+    def acquire(self):
+        """A warp looks whether others have released something."""
+        self.looks += 1
+        if self.looks > MOST_LOOKS:
+            raise Fault("it waits for what nobody releases")
+
+    def release(self, w):
+        if any(w.stores):
+            raise Fault("what is released may not be in memory yet")
+
     def wait_stores(self, w, left):
         if w.stores_left() <= left:
             return True
@@ -490,6 +507,13 @@ def run(program, grid, params, maps, memory, shared, seed=0):
     chance = random.Random(seed)
     positions = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
     chance.shuffle(positions)
+    coming = (Block(program, memory, maps, params, grid, at, shared, chance).steps() for at in positions)
     with np.errstate(all="ignore"):
-        for at in positions:
-            Block(program, memory, maps, params, grid, at, shared, chance).run()
+        running = list(islice(coming, AT_ONCE if program.waits else 1))
+        while running:
+            one, many = (chance.choice(running), chance.randrange(1, 200)) if program.waits else (running[0], 1 << 30)
+            for _ in range(many):
+                if next(one, one) is one:
+                    running.remove(one)
+                    running.extend(islice(coming, 1))
+                    break

@@ -41,9 +41,9 @@ MODIFIERS = {
     "mad": {"lo", "wide"},
     "cvt": {"rn", "ftz", *TO_INTEGERS, "bf16", "bf16x2", "f16x2", "e4m3x2", "satfinite", *TYPES},
     "setp": {*COMPARE, "num", "nan", "and", "or"},
-    "ld": {"global", "shared", "param", "v2", "v4"},
-    "st": {"global", "shared", "v2", "v4"},
-    "atom": {"global", "gpu", "relaxed", "add", "f32", "v2"},
+    "ld": {"global", "shared", "param", "v2", "v4", "acquire", "gpu"},
+    "st": {"global", "shared", "v2", "v4", "release", "gpu"},
+    "atom": {"global", "gpu", "relaxed", "acq_rel", "add", "f32", "v2"},
     "shfl": {"sync", "idx", "up", "down", "bfly"},
     "redux": {"sync", "add", "max", "min"},
 }
@@ -59,6 +59,8 @@ class Program(NamedTuple):
     threads: int
     params: dict[str, int]
     """Numbers of the parameters."""
+    waits: bool
+    """Whether a block waits for others."""
 
 
 def translate(text):
@@ -108,8 +110,9 @@ class _Translator:
         scope = {**vars(operations), **self.constants}
         exec(compile("\n".join(source), "<ptx>", "exec"), scope)
         return Program(
-            [scope[f"b{i}"] for i in range(len(pieces))], lines, len(self.numbers), self.threads, self.params
-        )
+            [scope[f"b{i}"] for i in range(len(pieces))], lines, len(self.numbers), self.threads, self.params,
+            any(isinstance(s, Statement) and s.name.startswith("ld.acquire") for s in statements),
+        )  # fmt: skip
 
     def function(self, head, piece, i):
         return [f"def {head}:", "    R = w.R", *(f"    {line}" for s in piece for line in self.one(s, i))]
@@ -370,7 +373,9 @@ class _Translator:
             name = s.operands[1].strip("[]")
             return self.write(s, to[0], f"_param(block.params[{self.params[name]}], '{TYPES[kind]}')", kind)
         made, size = [], np.dtype(TYPES[kind]).itemsize
-        if words[1] == "global":
+        if "acquire" in words:
+            made.append("block.acquire()")
+        if "global" in words:
             made.append(
                 f"_x = block.memory.load({self.address(s.operands[1])}, {self.mask(s)}, '{TYPES[kind]}', {len(to)})"
             )
@@ -385,8 +390,9 @@ class _Translator:
         kind = words[-1]
         values = s.operands[1] if isinstance(s.operands[1], list) else [s.operands[1]]
         size, values = np.dtype(TYPES[kind]).itemsize, [self.read(x, kind) for x in values]
-        if words[1] == "global":
-            return [f"block.memory.store({self.address(s.operands[0])}, {self.mask(s)}, [{', '.join(values)}])"]
+        if "global" in words:
+            first = ["block.release(w)"] if "release" in words else []
+            return [*first, f"block.memory.store({self.address(s.operands[0])}, {self.mask(s)}, [{', '.join(values)}])"]
         made = [f"_a = {self.address(s.operands[0])}", f"_m = {self.mask(s)}"]
         return made + [f"block.store_shared(w, _a + np.uint64({i * size}), _m, {x})" for i, x in enumerate(values)]
 
