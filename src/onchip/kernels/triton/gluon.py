@@ -23,11 +23,26 @@ def _first_of(owner: Any, *names: str) -> Any:
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
+def _adding_copy() -> Any:
+    """`tma.async_atomic_add`, which Triton has from 3.8 on."""
+    if hasattr(tma, "async_atomic_add"):
+        return tma.async_atomic_add
+    from triton.experimental.gluon.language._core import builtin, ir  # type: ignore[import-untyped]
+
+    def add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+    return builtin(add)
+
+
 aggregate = _first_of(language.core, "aggregate", "_aggregate")
 barrier = _first_of(gl, "barrier", "thread_barrier")
 """A barrier for all threads of a group of warps."""
 copy_in = _first_of(tma, "async_load", "async_copy_global_to_shared")
 copy_out = _first_of(tma, "async_store", "async_copy_shared_to_global")
+add_out = _adding_copy()
+"""Add a block in shared memory to what is in memory."""
 reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 """Take shared memory as that of another dtype, shape and layout."""
 

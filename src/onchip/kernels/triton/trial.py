@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_wait,
 )
 
-from onchip.kernels.triton.gluon import aggregate, barrier, copy_in, new_barriers, reinterpret, send
+from onchip.kernels.triton.gluon import add_out, aggregate, barrier, copy_in, new_barriers, reinterpret, send
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -55,6 +55,7 @@ def multiply(memory, x):
         mbarrier.arrive(memory.full.index(s), count=1, pred=s == 0)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     send(acc, x, memory.blocks.index(0), (0,), 0, 64, 64, 64)
+    add_out(x, [0, 0], memory.blocks.index(0))
     tma.store_wait(0)
 
 
