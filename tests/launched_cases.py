@@ -389,6 +389,8 @@ def _attention():
         "sinks and lse": {"sinks": True, "lse": True}, "float16": {"dtype": torch.float16}, "packed": {"packed": True},
         "queries' gradient": {"wanted": "q"}, "keys' gradient": {"wanted": "k"}, "no gradient": {"wanted": ""},
         "more keys": {"keys": 9000}, "a head of 40": {"size": 40, "value_size": 24}, "groups of 7": {"heads": 56},
+        "heads of 64 within a bound": {"size": 64, "value_size": 64, "scratch_bytes": 1 << 25},
+        "heads of 64, sinks and lse": {"size": 64, "value_size": 64, "sinks": True, "lse": True},
         "everything": {"softcap": 30.0, "scale": 0.5, "sinks": True, "lse": True, "layout": "bhtd", "batch": 3},
     }  # fmt: skip
     yield from _each(attended, ways, (333, 8192), mask=masks.Causal())

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,13 @@ from attention_kernel_cases import KERNEL_CASES
 from torch.utils.checkpoint import checkpoint
 
 from all_cards import environment
+from onchip.attention.problem import AttentionProblem
+from onchip.attention.triton import op
+from onchip.attention.triton.problem import least_memory, memory_parts
+from onchip.bench.torch_steps import peak_extra_bytes
+from onchip.frontend import torch_prepared
 from onchip.kernels.triton.launch import describe, has_gluon
-from onchip.masks import Blocked, Blocks, Causal, Documents, Full, Intervals, Window
+from onchip.masks import Blocked, Blocks, Causal, Documents, Full, Intervals, Tree, Window
 from onchip.ops.attention.cases import CHECK_CASES
 from onchip.ops.attention.checks import CHECKER
 from onchip.torch import attention
@@ -135,6 +141,101 @@ def test_strides(hopper):
     out.sum().backward()  # an upstream gradient that is expanded
 
 
+def least(q, k, v, sinks=False):
+    """Bytes in which one kernel for all gradients doesn't fit."""
+    (batch, queries, heads, size), (_, keys, key_heads, values) = q.shape, v.shape
+    p = AttentionProblem(batch, queries, keys, heads, key_heads, size, values)
+    return least_memory(p, backward=True, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    ("mask", "size", "heads", "key_heads", "options"),
+    [
+        ("causal", 64, 6, 2, {"softcap": 10.0}),
+        ("documents", 64, 8, 1, {}),
+        ("window", 40, 3, 3, {}),
+        ("full", 8, 3, 1, {"scale": 0.5}),
+        ("own ranges", 64, 4, 2, {"layout": "bhtd", "softcap": 20.0}),
+        ("own ranges", 24, 8, 8, {"layout": "bhtd"}),
+    ],
+)
+def test_one_kernel_for_all_gradients_or_two(mask, size, heads, key_heads, options, hopper):
+    """A bound of memory decides; both are as near to what float64 gives."""
+    tokens, at = 1111, torch.arange(1111, device="cuda")
+    q, k, v = drawn(2, tokens, heads=heads, key_heads=key_heads, size=size)
+    if options.get("layout") == "bhtd":
+        q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
+    turned = [x.transpose(1, 2) for x in (q, k, v)] if "layout" in options else [q, k, v]
+    start, end = torch.stack([at * 0, at - 100]), torch.stack([at + 1, at + 30])
+    end[0, 500:800], start[1, -40:] = 0, 2000  # whole tiles of queries see nothing
+    lengths = torch.tensor([300, 1, 200, 64, 546])
+    what = {
+        "causal": Causal(), "window": Window(200, 0), "full": Full(), "own ranges": Intervals(start, end),
+        "documents": Documents(torch.repeat_interleave(torch.arange(5), lengths).cuda()) & Causal(),
+    }[mask]  # fmt: skip
+    sinks = torch.randn(heads, device="cuda", requires_grad=True)
+    bound = least(*turned, sinks=True)
+    torch_prepared.forget()
+    with mock.patch.object(op, "_in_one_walk", wraps=op._in_one_walk) as one:
+        two = step(q, k, v, what, sinks=sinks, backend="triton", scratch_bytes=bound, **options)
+        assert not one.called
+        made = step(q, k, v, what, sinks=sinks, backend="triton", **options)
+        assert one.called
+    assert_same(made[:2], two[:2])
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    right = step(*exact[:3], what, sinks=exact[3], backend="plain", **options)
+    for a, b, c in zip(made, two, right, strict=True):
+        of_one, of_two = (((x.double() - c).norm() / c.norm()).item() for x in (a, b))
+        assert of_one < 6e-3
+        assert of_one < 1.2 * of_two + 1e-4
+
+
+def test_where_two_kernels_make_gradients(hopper):
+    """Of calls with small heads: with a `stop`, or if not all gradients are wanted."""
+    q, k, v = drawn(1, 300)
+    with mock.patch.object(op, "_in_one_walk", side_effect=AssertionError):
+        step(q, k, v, Tree(torch.full((300,), 300, device="cuda")))
+        for wanted in ((q,), (k, v), (q, k), (v,)):
+            step(*(x if any(x is y for y in wanted) else x.detach() for x in (q, k, v)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_memory(fused, hopper):
+    given = drawn(1, 8192, heads=8, key_heads=2)
+    mask, upstream = Causal().lower(1, 8192, 8192, given[0]), torch.ones_like(given[0])
+    options = {} if fused else {"scratch_bytes": least(*given)}
+    p = AttentionProblem(1, 8192, 8192, 8, 2, 64, 64)
+    formula = sum(memory_parts(p, 1, backward=True, sinks=False, fused=fused).values())
+
+    def run():
+        out = attention(*given, mask, backend="triton", **options)
+        return [out.detach(), *torch.autograd.grad(out, given, upstream)]
+
+    for _ in range(3):
+        run()
+    peak = peak_extra_bytes(run, device="cuda")
+    assert formula / 2 <= peak <= formula + (1 << 20), (peak, formula)
+
+
+def test_the_same_bits_on_several_busy_streams(hopper):
+    """Programs of several calls are on the GPU together, none of them all at once."""
+    given = [drawn(2, 3000, heads=16, key_heads=4, seed=seed) for seed in range(3)]
+    mask = (Documents(torch.arange(3000, device="cuda") // 1234) & Causal()).lower(2, 3000, 3000, given[0][0])
+    expected = [step(*x, mask) for x in given]
+    torch.cuda.synchronize()
+    streams, other, busy = [torch.cuda.Stream() for _ in given], torch.randn(4096, 4096).cuda(), torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(busy):
+            other @ other
+        made = []
+        for x, stream in zip(given, streams, strict=True):
+            with torch.cuda.stream(stream):
+                made.append(step(*x, mask))
+        torch.cuda.synchronize()
+        for a, b in zip(made, expected, strict=True):
+            assert_same(a, b)
+
+
 def test_the_third_call_and_later_ones(hopper):
     """From the third call on, what was stated is done."""
     given = [drawn(2, 300, seed=seed) for seed in range(5)]
@@ -184,11 +285,12 @@ def test_captured(hopper):
 
     expected = run()
     graph, made = capture(run)
-    for x in made:
-        x.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same(made, expected)
+    for _ in range(3):
+        for x in made:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(made, expected)
 
 
 def test_nothing_waits_for_the_device():

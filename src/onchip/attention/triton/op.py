@@ -163,22 +163,67 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
         of_sinks = stated.empty((p.heads, p.batch * few), torch.float32, device)
     launches.gradient_rows(p, out, grad_out, kept.lse, grad_lse, kept.sinks, of_rows, of_sinks).run()
     made = _gradients_in(kept, wanted, [dtype] * 3)
-    of_q, of_k, of_v = (None if x is None else _by_token(x, options) for x in made[:3])
-    softcap = options.softcap
-    if of_q is not None:
-        _kernels(q, p).gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
-    if of_k is not None or of_v is not None:
-        tiles = problem.tiles_of(p.keys, problem.key_tile(p))
-        table = stated.empty((kept.table.shape[0], tiles, 4), torch.int32, device)
-        launches.key_table(p, mask, table).run()
-        of_k, of_v = (stated.empty(x.shape, dtype, device) if of is None else of for of, x in ((of_k, k), (of_v, v)))
-        _kernels(q, p).gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()
+    into = [None if x is None else _by_token(x, options) for x in made[:3]]
+    walks = _in_one_walk if _is_fused(kept, wanted) else _in_two_walks
+    walks(p, q, grad_out, k, v, mask, scale, options.softcap, of_rows, into)
     if of_sinks is not None:
         made[3] = stated.call(torch.sum, of_sinks, 1)
     return [
         x if x is None or x.dtype == of else stated.call(Tensor.to, x, of)
         for x, of in zip(made, kept.dtypes, strict=True)
     ]
+
+
+def _is_fused(kept: KernelKept, wanted: Wanted) -> bool:
+    """Whether one kernel makes the gradients of q, k and v."""
+    bound, sequences = kept.options.scratch_bytes, kept.start.shape[0]
+    stop = kept.stop is not None
+    suits = problem.is_fused(kept.problem, sequences, bound, wanted, stop=stop, sinks=wanted[3])
+    return suits and has_gluon(describe(kept.q.device).capability)
+
+
+def _in_one_walk(
+    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None,
+    of_rows: Tensor, into: Sequence[Tensor | None],
+) -> None:  # fmt: skip
+    """Write the gradients of q, k and v."""
+    from onchip.attention.triton import fused_launches
+
+    of_q, of_k, of_v = into
+    assert of_q is not None
+    assert of_k is not None
+    assert of_v is not None
+    table = _key_table(p, mask)
+    sums = stated.empty((p.batch * p.heads, p.queries, p.size), torch.float32, q.device)
+    counters = stated.zeros((problem.counters_of(p),), torch.int32, q.device)
+    fused_launches.gradients(
+        p, q, d_out, k, v, mask, scale, softcap, of_rows, table, sums, counters, of_k, of_v
+    ).run()  # fmt: skip
+    fused_launches.gradient_of_queries(p, sums, mask, scale, of_q).run()
+
+
+def _in_two_walks(
+    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None,
+    of_rows: Tensor, into: Sequence[Tensor | None],
+) -> None:  # fmt: skip
+    """Write those gradients of q, k and v for which there is memory."""
+    (of_q, of_k, of_v), kernels = into, _kernels(q, p)
+    given = p, q, d_out, k, v, mask, scale, softcap, of_rows
+    if of_q is not None:
+        kernels.gradient_of_queries(*given, of_q).run()
+    if of_k is not None or of_v is not None:
+        table, like = _key_table(p, mask), ((of_k, k), (of_v, v))
+        of_k, of_v = (stated.empty(x.shape, x.dtype, x.device) if of is None else of for of, x in like)
+        kernels.gradient_of_keys(*given, table, of_k, of_v).run()
+
+
+def _key_table(p: AttentionProblem, mask: Any) -> Tensor:
+    from onchip.attention.triton import launches
+
+    tiles = problem.tiles_of(p.keys, problem.key_tile(p))
+    table = stated.empty((mask.table.shape[0], tiles, 4), torch.int32, mask.table.device)
+    launches.key_table(p, mask, table).run()
+    return table
 
 
 def _gradients_in(kept: KernelKept, wanted: Wanted, dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:

@@ -1,5 +1,7 @@
 """Which calls the kernels can serve, and the memory that they take.  No framework."""
 
+from collections.abc import Sequence
+
 from onchip.attention.problem import AttentionProblem
 
 # Tokens of a tile.
@@ -9,6 +11,10 @@ FEW_ROWS = 32
 LARGEST_HEAD = 128
 # Of q and k, in kernels for Hopper whose values have at most LARGEST_HEAD; and of all, in others for it.
 LARGEST_WIDE_HEAD, LARGEST_HOPPER_HEAD = 192, 256
+# Of all, in the kernel for Hopper that makes all gradients.
+LARGEST_FUSED_HEAD = 64
+# Numbers before that kernel's counters.
+TICKETS = 4
 # Offsets have 32 bits, and a grid's second dimension counts the heads of all sequences.
 _MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
 
@@ -78,8 +84,29 @@ def refusal(
     return None
 
 
-def memory_parts(p: AttentionProblem, sequences: int, *, backward: bool, sinks: bool) -> dict[str, int]:
-    """Bytes above inputs, results and returned gradients; the mask has ranges of its own for `sequences` sequences."""
+def is_fused(
+    p: AttentionProblem, sequences: int, scratch_bytes: int | None, wanted: Sequence[bool], *, stop: bool, sinks: bool
+) -> bool:
+    """Whether on Hopper one kernel makes the gradients of q, k and v, rather than two: if all three are wanted, heads
+    are small, the mask has no `stop`, and a bound leaves room for its sums.
+    """
+    if stop or max(p.size, p.value_size) > LARGEST_FUSED_HEAD or not all(wanted[:3]):
+        return False
+    need = sum(memory_parts(p, sequences, backward=True, sinks=sinks, fused=True).values())
+    return scratch_bytes is None or need <= scratch_bytes
+
+
+def counters_of(p: AttentionProblem) -> int:
+    """How many numbers that kernel counts with: of each head one for each block of queries, and what is before them."""
+    return TICKETS + p.batch * p.heads * entries_of(p.queries)
+
+
+def memory_parts(
+    p: AttentionProblem, sequences: int, *, backward: bool, sinks: bool, fused: bool = False
+) -> dict[str, int]:
+    """Bytes above inputs, results and returned gradients; the mask has ranges of its own for `sequences` sequences, and
+    one kernel makes all gradients if `fused`.
+    """
     planes = p.batch * p.heads
     kept = "kept until backward: " if backward else ""
     parts = {
@@ -89,11 +116,14 @@ def memory_parts(p: AttentionProblem, sequences: int, *, backward: bool, sinks: 
     if backward:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
         parts["ranges of queries"] = 16 * sequences * tiles_of(p.keys, key_tile(p))
+    if backward and fused:
+        parts["sums of queries' gradients"] = 4 * planes * p.queries * p.size
+        parts["counters"] = 4 * counters_of(p)
     if backward and sinks:
         parts["the sinks' gradient by rows"] = 4 * planes * (padded(p.queries) // FEW_ROWS)
     return parts
 
 
 def least_memory(p: AttentionProblem, *, backward: bool, sinks: bool) -> int:
-    """Bytes that a call takes at most."""
+    """Bytes that suffice for a call."""
     return sum(memory_parts(p, p.batch, backward=backward, sinks=sinks).values())

@@ -1,4 +1,6 @@
-"""The numbers that backward needs for each query, in Triton: its lse in base 2, and delta less the gradient of lse."""
+"""What backward computes query by query, in Triton: before the kernels, lse in base 2 and delta less the gradient of
+lse; after the kernel for all gradients, the gradient of queries of its float32 sums.
+"""
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -50,3 +52,26 @@ def gradient_rows(
         p = tl.where(sees, tl.exp2((sink - z) * LOG2E), 0.0)
         batch = tl.num_programs(1) // heads
         tl.store(of_sinks + (h * batch + b) * tiles + t, -tl.sum(p * delta, 0))
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "heads", "own", "grad_batch", "grad_head", "grad_row"])
+def rounded_sums(
+    sums, start, end, grad_q, scale, queries, keys, heads, own, grad_batch, grad_head, grad_row,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of a plane the sums times the scale, and 0 where a query sees nothing, whose sums nobody may have
+    written.  Strides are counted in 8 numbers, as above.
+    """
+    t, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = plane // heads, plane % heads
+    row = t * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = row < queries
+    at = b * own * queries + row
+    first = tl.maximum(tl.load(start + at, mask=inside, other=0), 0)
+    last = tl.minimum(tl.load(end + at, mask=inside, other=0), keys)
+    there = inside[:, None] & (column < SIZE)[None, :]
+    at = (plane * queries + row)[:, None] * SIZE + column[None, :]
+    x = tl.load(sums + at, mask=there & (first < last)[:, None], other=0)
+    into = b * (8 * grad_batch) + h * (8 * grad_head) + row.to(tl.int64)[:, None] * (8 * grad_row) + column[None, :]
+    tl.store(grad_q + into, (x * scale).to(grad_q.dtype.element_ty), mask=there)

@@ -111,7 +111,8 @@ def attention(
         layout: "bthd", or "bhtd" if q is [B, Hq, Tq, D], and k, v and the results likewise.
         return_lse: also return each query's log-sum-exp, which is differentiable.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, or a text like
-            "1GiB" or "300 MiB".  The memory of the kernels follows from the sizes, and they refuse a bound below it.
+            "1GiB" or "300 MiB".  The memory of the kernels follows from the sizes, and they refuse a bound below it;
+            with heads of up to 64 numbers a bound below what the fastest gradients take chooses others (see Memory).
             Default for "plain": 256 MiB, or what 16 queries need.
         check_inputs: check the mask's numbers on the GPU too, which waits for the device.  On the CPU they are always
             checked.
@@ -136,8 +137,10 @@ def attention(
 
     Memory: q, k, v (or copies, where they are cast or copied), out, the mask's ranges and 4 * B * Tq * Hq bytes are
     kept for backward.  "triton" also needs Tq / 2 bytes for each row of the mask and, in backward, 8 * B * Tq * Hq
-    bytes; tensors whose strides aren't multiples of 16 bytes, which TMA can't read, are copied first.  For "plain",
-    `scratch_parts` of `onchip.attention.problem` is the formula.
+    bytes; tensors whose strides aren't multiples of 16 bytes, which TMA can't read, are copied first.  On Hopper, with
+    D and Dv up to 64, backward takes 4 * B * Tq * Hq * (D + 1 / 64) bytes more, unless scratch_bytes has no room for
+    them, the mask has a `stop` (as `Tree`), or q, k and v don't all want gradients.  For "plain", `scratch_parts` of
+    `onchip.attention.problem` is the formula.
 
     Example:
         >>> import torch

@@ -1,0 +1,335 @@
+"""The gradients of keys, values and queries in one kernel, in Gluon, for Hopper: heads of up to 64 numbers.
+
+A tile of keys walks over the queries that see it, as in key_gradient.py; a third group multiplies what that gives for
+queries.  What a tile adds to the queries' sums, in float32 in memory, is added in the order of the tiles, so that the
+sums have the same bits each time: each head has a counter for each block of queries, and a tile waits until the counter
+says that all tiles before it are done.  The first one stores, so that no sum has to be zero before.
+
+A program takes the number of its tile when it starts, and waits for lower numbers alone, whose programs have started
+before.  What has started keeps its place on the GPU: streams take turns between programs, and processes take turns with
+all that runs for one of them, which is then stored and goes on later.  So of the numbers that aren't done the lowest
+waits for nobody and ends, however few programs run at once.
+"""
+
+from triton.experimental import gluon  # type: ignore[import-untyped]
+from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from onchip.attention.triton import common, problem
+from onchip.attention.triton.common import (
+    FEW_REGISTERS,
+    HALF,
+    LOG2E,
+    TILE,
+    anew,
+    capped,
+    factor_layout,
+    matrix,
+    new_ring,
+    products_layout,
+)
+from onchip.attention.triton.key_gradient import key_entry, row_numbers
+from onchip.kernels.triton.gluon import add_out, barrier, copy_in, copy_out, new_barriers
+
+# Numbers that the table of query tiles has for a block of queries.
+ENTRIES = common.ENTRIES
+# Registers of a thread that makes probabilities, and of one that multiplies for queries.
+REGISTERS = gl.constexpr(208)
+SOME_REGISTERS = gl.constexpr(72)
+# Numbers before the first counter; the first of them is that of the next tile.
+TICKETS = gl.constexpr(problem.TICKETS)
+WRITERS = gl.constexpr(2)
+
+
+@gluon.jit
+def _await_turn(counter, turn):
+    """Until it is `turn`; what others have added before is in memory then."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 seen;
+        again:
+        ld.acquire.gpu.global.b32 seen, [$1];
+        setp.ne.s32 p, seen, $2;
+        @p bra again;
+        fence.proxy.async;
+        mov.b32 $0, seen;
+        }
+        """,
+        "=r,l,r", [counter.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pass_turn(counter, turn):
+    """Once what this warp has sent is in memory, let the counter be `turn`."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 p, lane, 0;
+        @p st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, lane;
+        }
+        """,
+        "=r,l,r", [counter.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, n, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    of_q, of_d_out, vectors, ks, vs, k_full = rings
+    qs, q_full, q_empty = of_q
+    d_outs, d_out_full, d_out_empty = of_d_out
+    start, end, table, of_queries = mask
+    queries, keys, heads, group, tiles, blocks, own = sizes
+    t, b, h = n
+    first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
+    mbarrier.expect(k_full, 2 * TILE * D * 2)
+    for w in gl.static_range(2):
+        copy_in(k, [b, h, t * TILE + w * HALF, 0], k_full, ks.index(w))
+        copy_in(v, [b, h, t * TILE + w * HALF, 0], k_full, vs.index(w))
+    j = last - 1
+    g = 0
+    for step in range(group * (last - first)):
+        head = h * group + g
+        s = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(q_empty.index(s), phase ^ 1)
+        mbarrier.expect(q_full.index(s), ROWS * D * 2 + 2 * ROWS * 4)
+        copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
+        for which in gl.static_range(2):
+            copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), vectors.index(2 * s + which))
+        mbarrier.wait(d_out_empty.index(s), phase ^ 1)
+        mbarrier.expect(d_out_full.index(s), ROWS * D * 2)
+        copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
+        g += 1
+        if g == group:
+            g = 0
+            j -= 1
+
+
+@gluon.jit
+def _write(of_dq, sums, counters, mask, sizes, n, W: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr):
+    """Add each WRITERS-th block to the queries' sums, in its turn."""
+    dqs, dq_full, dq_empty = of_dq
+    start, end, table, of_queries = mask
+    queries, keys, heads, group, tiles, blocks, own = sizes
+    t, b, h = n
+    first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
+    many = group * (last - first)
+    for m in range((many - W + WRITERS - 1) // WRITERS):
+        i = m * WRITERS + W
+        j = last - 1 - i // group
+        plane = b * heads + h * group + i % group
+        # Of the tiles that the block sees, the first has turn 0.
+        at = of_queries + (b * own * blocks + j) * ENTRIES
+        low, high = gl.load(at), gl.load(at + 1)
+        turn = t - low
+        sees = (low <= t) & (t < high)
+        counter = counters + (plane.to(gl.int64) * blocks + j)
+        if sees:
+            _await_turn(counter, turn)
+        mbarrier.wait(dq_full.index(i % PIECES), (i // PIECES) & 1)
+        if sees:
+            if turn == 0:
+                copy_out(sums, [plane, j * ROWS, 0], dqs.index(i % PIECES))
+            else:
+                add_out(sums, [plane, j * ROWS, 0], dqs.index(i % PIECES))
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(i % PIECES), count=1)
+        if sees:
+            _pass_turn(counter, turn + 1)
+
+
+@gluon.jit
+def _multiply_for_queries(
+    of_ds, of_dq, ks, k_full, k_free, mask, sizes, n, D: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr
+):
+    dss, ds_full, ds_free = of_ds
+    dqs, dq_full, dq_empty = of_dq
+    start, end, table, of_queries = mask
+    queries, keys, heads, group, tiles, blocks, own = sizes
+    t, b, h = n
+    first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
+    zeros = gl.zeros((ROWS, D), gl.float32, products_layout(D))
+    mbarrier.wait(k_full, 0)
+    for i in range(group * (last - first)):
+        buffer = i % 2
+        mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
+        dq = zeros
+        for w in gl.static_range(2):
+            of_keys = dss.index(2 * buffer + w).permute((1, 0))
+            dq = warpgroup_mma(of_keys, matrix(ks.index(w)), dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        mbarrier.arrive(ds_free.index(buffer), count=1)
+        mbarrier.wait(dq_empty.index(i % PIECES), ((i // PIECES) & 1) ^ 1)
+        matrix(dqs.index(i % PIECES)).store(dq)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(dq_full.index(i % PIECES), count=1)
+    mbarrier.arrive(k_free, count=1)
+
+
+@gluon.jit
+def _probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries, keys, hidden, ROWS: gl.constexpr):
+    """Of a block of queries, [keys, queries]; with a softcap what the scores are of it, too."""
+    start_p, end_p, table, of_queries = mask
+    if softcap is not None:
+        x = capped(x, scale, softcap)
+    factor = (scale if softcap is None else softcap) * LOG2E
+    p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
+    if hidden:
+        row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
+        at = of_mask.to(gl.int64) * queries + row
+        start = gl.load(start_p + at, mask=row < queries, other=0)
+        end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
+        p = gl.where((key[:, None] >= start[None, :]) & (key[:, None] < end[None, :]), p, 0.0)
+    return x, p
+
+
+@gluon.jit
+def _differentiate(
+    rings, of_ds, k_free, grad_k, grad_v, mask, scale, softcap, sizes, n,
+    W: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    of_q, of_d_out, vectors, ks, vs, k_full = rings
+    qs, q_full, q_empty = of_q
+    d_outs, d_out_full, d_out_empty = of_d_out
+    dss, ds_full, ds_free = of_ds
+    start, end, table, of_queries = mask
+    queries, keys, heads, group, tiles, blocks, own = sizes
+    layout: gl.constexpr = products_layout(ROWS)
+    of_sums: gl.constexpr = products_layout(D)
+    t, b, h = n
+    of_mask = b * own
+    first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
+    key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    zeros = gl.zeros((HALF, ROWS), gl.float32, layout)
+    sum_k = gl.zeros((HALF, D), gl.float32, of_sums)
+    sum_v = gl.zeros((HALF, D), gl.float32, of_sums)
+    mbarrier.wait(k_full, 0)
+    j = last - 1
+    g = 0
+    for step in range(group * (last - first)):
+        hidden = (j < full_first) | (j >= full_last)
+        s = step % STAGES
+        phase = (step // STAGES) & 1
+        buffer = step % 2
+        mbarrier.wait(q_full.index(s), phase)
+        k, v = matrix(ks.index(anew(W))), matrix(vs.index(anew(W)))
+        x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(d_out_full.index(s), phase)
+        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
+        x, p = _probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries, keys, hidden, ROWS)
+        factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
+        sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
+        y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
+        d_scores = p * (y - row_numbers(vectors, s, 1, ROWS)[None, :])
+        if softcap is not None:
+            d_scores = d_scores * (1 - x * x)
+        d_scores = d_scores.to(grad_k.dtype)
+        mbarrier.wait(ds_free.index(buffer), ((step // 2) & 1) ^ 1)
+        dss.index(2 * buffer + W).store(d_scores)
+        fence_async_shared()  # the numbers of these queries may be overwritten, too
+        factors = gl.convert_layout(d_scores, factor_layout(D))
+        sum_k = warpgroup_mma(factors, matrix(qs.index(s)), sum_k, is_async=True)
+        barrier()
+        mbarrier.arrive(ds_full.index(buffer), count=1)
+        sum_v = warpgroup_mma_wait(num_outstanding=1, deps=(sum_v,))
+        mbarrier.arrive(d_out_empty.index(s), count=1)
+        sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
+        mbarrier.arrive(q_empty.index(s), count=1)
+        g += 1
+        if g == group:
+            g = 0
+            j -= 1
+    k, v = matrix(ks.index(W)), matrix(vs.index(W))
+    # Where none sees a key, what isn't a number is in no sum.
+    sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
+    v.store(sum_v.to(grad_v.dtype))
+    fence_async_shared()
+    barrier()
+    copy_out(grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
+    mbarrier.wait(k_free, 0)
+    k.store(sum_k.to(grad_k.dtype))
+    fence_async_shared()
+    barrier()
+    copy_out(grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "tiles", "blocks", "own"])
+def fused_gradient(
+    q, d_out, k, v, sums, grad_k, grad_v, of_rows, start, end, table, of_queries, counters, scale, softcap,
+    queries, keys, heads, group, tiles, blocks, own,
+    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """`of_rows`: of `gradient_rows`; `table` is that of key tiles, `of_queries` that of query tiles, which are the
+    blocks of ROWS queries.  `sums` [B * Hq, Tq, D] float32 begins as anything, `counters` [TICKETS + B * Hq * blocks]
+    as 0.  A program has a tile.
+    """
+    of_q = new_ring(q, STAGES, 2)
+    of_d_out = new_ring(d_out, STAGES, 2)
+    vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
+    ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
+    vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
+    between: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    dss = gl.allocate_shared_memory(k.dtype, [4, HALF, ROWS], between)
+    dqs = gl.allocate_shared_memory(gl.float32, [PIECES] + sums.block_shape, sums.layout)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_free.index(i), count=1)
+    dq_full, dq_empty = new_barriers(PIECES)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(k_free, count=1)
+    fence_async_shared()
+    barrier()
+    ticket = gl.atomic_add(counters, 1)
+    barrier()  # all have it before its memory is used again
+    # A plane's tiles come in order, and under a causal mask the first one is the longest.
+    key_heads = heads // group
+    n = ticket // key_heads % tiles, ticket // key_heads // tiles, ticket % key_heads
+    counters += TICKETS
+    rings = of_q, of_d_out, vectors, ks, vs, k_full
+    of_ds = dss, ds_full, ds_free
+    of_dq = dqs, dq_full, dq_empty
+    mask = start, end, table, of_queries
+    sizes = queries, keys, heads, group, tiles, blocks, own
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (
+                _differentiate,
+                (rings, of_ds, k_free, grad_k, grad_v, mask, scale, softcap, sizes, n, FIRST, D, ROWS, STAGES),
+            ),
+            (
+                _differentiate,
+                (rings, of_ds, k_free, grad_k, grad_v, mask, scale, softcap, sizes, n, SECOND, D, ROWS, STAGES),
+            ),
+            (_multiply_for_queries, (of_ds, of_dq, ks, k_full, k_free, mask, sizes, n, D, ROWS, PIECES)),
+            (_copy, (rings, q, d_out, k, v, of_rows, mask, sizes, n, D, ROWS, STAGES)),
+            (_write, (of_dq, sums, counters, mask, sizes, n, FIRST, ROWS, PIECES)),
+            (_write, (of_dq, sums, counters, mask, sizes, n, SECOND, ROWS, PIECES)),
+        ],
+        [4, 4, 1, 1, 1],
+        [REGISTERS, SOME_REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+    )
