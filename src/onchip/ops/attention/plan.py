@@ -1,11 +1,20 @@
 """What `onchip plan` says of the op.  No framework."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from onchip.attention.problem import DEFAULT_SCRATCH, AttentionProblem, least_scratch, rows_of_block, scratch_parts
-from onchip.attention.triton.problem import LARGEST_HEAD, TILE, is_wide, memory_parts, padded, refusal, tiles_of
+from onchip.attention.triton.problem import (
+    LARGEST_HEAD,
+    TILE,
+    is_fused,
+    is_wide,
+    memory_parts,
+    padded,
+    refusal,
+    tiles_of,
+)
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
@@ -41,20 +50,33 @@ def _refusal(asked: PlannedCall) -> str | None:
 
 
 def _kernels(asked: PlannedCall) -> Way:
-    """The kernels' memory, which follows from the sizes."""
-    return _fixed(memory_parts(_problem(asked), 1, backward=asked.gradients, sinks=False), TILE)
+    """The kernels' memory, which follows from the sizes; with small heads on Hopper a budget decides which make the
+    gradients.
+    """
+    p, gradients = _problem(asked), asked.gradients
+    parts = partial(memory_parts, p, 1, backward=gradients, sinks=False)
+    least, may_fuse = sum(parts().values()), gradients and hopper_refusal(asked) is None
+
+    def of_budget(budget: int | None) -> dict[str, int]:
+        return parts(fused=may_fuse and is_fused(p, 1, budget, (True, True, True), stop=False, sinks=False))
+
+    return _of_parts(of_budget, least, TILE)
 
 
 def _fixed(parts: Mapping[str, int], rows: int) -> Way:
     """A backend that takes the same memory whatever the budget."""
-    least = sum(parts.values())
+    return _of_parts(lambda budget: dict(parts), sum(parts.values()), rows)
+
+
+def _of_parts(parts: Callable[[int | None], dict[str, int]], least: int, rows: int) -> Way:
+    """A backend that takes this memory within a budget, and `least` bytes at least."""
 
     def step(strategy: str, budget: int | None) -> StepPlan:
         if budget is not None and budget < least:
             raise ValueError(f"attention: scratch_bytes={budget} is too small; the call needs {least} bytes")
-        return StepPlan(dict(parts), 0, 0, {"queries": rows}, None)
+        return StepPlan(parts(budget), 0, 0, {"queries": rows}, None)
 
-    return Way(step, lambda strategy: least, lambda strategy: least)
+    return Way(step, lambda strategy: least, lambda strategy: sum(parts(None).values()))
 
 
 def _mosaic_refusal(asked: PlannedCall) -> str | None:
