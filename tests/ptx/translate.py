@@ -447,6 +447,8 @@ class _Translator:
             raise NotImplementedError(s.text)
         count = "None" if len(s.operands) == 1 else f"int({self.read(s.operands[1], 'u32')}[0]) // {LANES}"
         number = f"int({self.read(s.operands[0], 'u32')}[0])"
+        if words[1] == "arrive":
+            return [f"block.come({number}, {count})"]
         return [f"if not block.meet(w, {number}, {count}):", f"    return {piece}"]
 
     i_barrier = i_bar
