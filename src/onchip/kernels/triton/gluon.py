@@ -62,6 +62,34 @@ def new_barriers(N: gl.constexpr, READERS: gl.constexpr = 1):
     return full, empty
 
 
+# Of a block's 16 hardware barriers the first that Triton leaves free: the first warps meet at 0, groups of warps start
+# by 1, and each group that `warp_specialize` adds, three at most here, has its own from 2 on: a test reads the PTX.
+FIRST_NAMED = gl.constexpr(5)
+
+
+@gluon.constexpr_function
+def _named(how, threads):
+    return f"bar.{how} $1, {threads}; mov.b32 $0, 0;"  # an instruction in Gluon has a result
+
+
+@gluon.jit
+def named_sync(i, N: gl.constexpr):
+    """Wait at hardware barrier i until N threads have come, which `named_arrive` counts too; from `FIRST_NAMED` on.
+
+    All threads of a warp come.  The compiler keeps the order of this, of products, of copies by TMA and of barriers in
+    shared memory; other loads and stores it may move across, so what they touch another barrier has to guard.
+    """
+    SYNC: gl.constexpr = _named("sync", N)
+    gl.inline_asm_elementwise(SYNC, "=r,r", [gl.to_tensor(i)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_arrive(i, N: gl.constexpr):
+    """Come to hardware barrier i, and go on."""
+    ARRIVE: gl.constexpr = _named("arrive", N)
+    gl.inline_asm_elementwise(ARRIVE, "=r,r", [gl.to_tensor(i)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def send(value, into, staged, lead, column, R: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
     """Store a tile [R, C] by way of `staged`, which has room for WIDTH columns, at the coordinates (*lead, column).
