@@ -18,8 +18,11 @@ from launched import H100, recorded
 from launched_cases import CASES, F32, OPTIONS, attended, blank, grouped, head, of_logits, quantised, sharded, two_heads
 from losses import mixed_plan, plan_in_forward
 from onchip import masks
+from onchip.attention.triton import handoff
+from onchip.attention.triton import launches as attention_launches
 from onchip.collectives import triton_launches as between_ranks
 from onchip.kernels.triton import trial
+from onchip.kernels.triton.gluon import FIRST_NAMED
 from onchip.kernels.triton.launch import Device
 from onchip.ops.grouped_matmul.cases import MODELS
 from onchip.ops.linear_jsd import triton_kernels as jsd_kernels
@@ -229,6 +232,9 @@ def problems(launch, device):
             yield "each step of a product waits for the one before"
     if k.kernel.endswith("_by_tiles") and not k.constants["stop"] and "cp.async.c" not in k.ptx:
         yield "it waits for each block"
+    if k.kernel in ("attend", "attend_wide"):  # a named barrier's number comes from a register; Triton's own are lower
+        if max(int(x) for x in re.findall(r"(?:bar|barrier)\.\S+\s+(\d+)", k.ptx)) >= FIRST_NAMED.value:
+            yield "Triton takes a barrier that has a name"
     if k.kernel == "quantize_words":
         yield from problems_of_quantising(k, launch)
     if k.kernel == "scaled_product":
@@ -390,6 +396,12 @@ SOFTMAX, GRADIENT, APART = "softmax_staggered", "gradient_staggered", "hidden_ap
 )
 def test_what_kernels_in_gluon_take(options, taken):
     assert names(**options) & {SOFTMAX, GRADIENT, APART} == taken
+
+
+def test_attention_has_enough_named_barriers():
+    assert max(attention_launches.GROUPS.values()) <= handoff.MOST_GROUPS.value
+    assert max(attention_launches.STAGES.values()) <= handoff.MOST_STAGES.value
+    assert handoff.OF_VALUES.value + handoff.MOST_STAGES.value <= 16
 
 
 @pytest.mark.parametrize(("gpu", "sizes"), [(H100, (8, 64, 72, 128, 136, 192, 200, 256)), (A100, (8, 64, 72, 128))])

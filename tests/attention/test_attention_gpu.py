@@ -293,6 +293,49 @@ def test_captured(hopper):
         assert_same(made, expected)
 
 
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_tiles_are_dealt_out_anew_in_each_call(size, values, hopper):
+    """A call has a counter of its own, which is 0 again in a replay; there are more tiles than multiprocessors."""
+    q, k, v = (x.detach() for x in drawn(2, 2000, heads=16, key_heads=4, size=size, values=values))
+    mask = Window(70).lower(2, 2000, 2000, q)
+
+    def run():
+        return attention(q, k, v, mask, return_lse=True, backend="triton")
+
+    expected = run()
+    graph, replayed = capture(run)
+    for _ in range(3):
+        for x in replayed:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(replayed, expected)
+    streams, made = [torch.cuda.Stream() for _ in range(2)], []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                made.append(run())
+    torch.cuda.synchronize()
+    for x in made:
+        assert_same(x, expected)
+
+
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("mask", ["window", "short documents", "apart"])
+def test_groups_of_a_tile_see_other_keys(mask, size, values, hopper):
+    """Each multiplies by the blocks that it sees, and by one at least."""
+    q, k, v = drawn(2, 1500, heads=4, key_heads=2, size=size, values=values)
+    at = torch.arange(1500, device="cuda")
+    far = torch.where(at // 64 % 2 == 0, at, 1499 - at).clamp(0, 1400)  # of one group at one end, of the next at another
+    what = {"window": Window(20), "short documents": Documents(at // 30) & Causal(), "apart": Intervals(far, far + 50)}
+    sinks = torch.randn(4, device="cuda")
+    out, lse = attention(q, k, v, what[mask], sinks=sinks, return_lse=True, backend="triton")
+    exact = [x.detach().double() for x in (q, k, v, sinks)]
+    right, right_lse = attention(*exact[:3], what[mask], sinks=exact[3], return_lse=True, backend="plain")
+    assert (out.double() - right).norm() / right.norm() < 6e-3
+    assert (lse.double() - right_lse).abs().max() < 1e-4
+
+
 def test_nothing_waits_for_the_device():
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = drawn(2, 300, size=32, dtype=dtype)

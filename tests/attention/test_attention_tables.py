@@ -44,10 +44,12 @@ def tables(kind):
     mask = launches.Masked(start, end, stop, numbers(2, entries_of(TOKENS), 8), stops)
     problems = [AttentionProblem(2, TOKENS, TOKENS, 1, 1, size, size) for size in (64, 256)]
     of_keys = {key_tile(p): numbers(2, tiles_of(TOKENS, key_tile(p)), 4) for p in problems}
+    counter = numbers(1)
     with emulating():
-        launches.query_table(problems[0], mask).run()
+        launches.query_table(problems[0], mask, counter).run()
         for p in problems:
             launches.key_table(p, mask, of_keys[key_tile(p)]).run()
+    assert counter.item() == 0
     seen = [reference.dense(start, end, x, TOKENS) for x in (stop, None)]
     return *seen, mask, of_keys
 

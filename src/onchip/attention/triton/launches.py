@@ -37,12 +37,13 @@ class Masked(NamedTuple):
     stops: Tensor | None  # [B or 1, key tiles, 2] int32: the least and the largest stop
 
 
-def query_table(p: AttentionProblem, m: Masked) -> Launch:
-    """Find the ranges of query tiles."""
+def query_table(p: AttentionProblem, m: Masked, counter: Tensor) -> Launch:
+    """Find the ranges of query tiles, and set forward's counter of tiles, [1] int32, to 0."""
     sequences, entries = m.table.shape[:2]
     programs = entries if m.stops is None else max(entries, m.stops.shape[1])
     arguments = {
-        **m._asdict(), "queries": p.queries, "keys": p.keys, "entries": entries, "ROWS": HALF, "KEYS": TILE,
+        **m._asdict(), "counter": counter, "queries": p.queries, "keys": p.keys, "entries": entries, "ROWS": HALF,
+        "KEYS": TILE,
     }  # fmt: skip
     return Launch(tables.query_table, (programs, sequences), arguments)
 
@@ -60,16 +61,16 @@ def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
 
 def forward(
     p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
-    softcap: float | None, out: Tensor, lse: Tensor,
+    softcap: float | None, out: Tensor, lse: Tensor, counter: Tensor,
 ) -> Launch:  # fmt: skip
-    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous."""
+    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous; the counter is 0."""
     d = width(p)
     groups = GROUPS[d]
     registers, on_average = REGISTERS[groups]
     tiles = -(-p.queries // (HALF * groups))
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
-        "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, d),
+        "lse": lse, "counter": counter, "sinks": sinks, **walk(p, m, scale, softcap, d),
         "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers,
     }  # fmt: skip
     return Launch(attend, (programs(p, q, tiles),), arguments, registers=on_average)

@@ -111,10 +111,11 @@ def _forward(call: KernelCall) -> KernelOutputs:
 
     made, p = _fake(call), call.problem
     mask = launches.Masked(call.start, call.end, call.stop, made.table, made.stops)
-    launches.query_table(p, mask).run()
+    counter = stated.empty(1, torch.int32, call.cast_q.device)
+    launches.query_table(p, mask, counter).run()
     options = call.options
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
-    _kernels(q, p).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse).run()
+    _kernels(q, p).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse, counter).run()
     return made
 
 

@@ -28,9 +28,9 @@ OF_KEYS = {64: PortableConfig(32, 64, 4, 2), 128: PortableConfig(32, 64, 4, 2)}
 
 def forward(
     p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
-    softcap: float | None, out: Tensor, lse: Tensor,
+    softcap: float | None, out: Tensor, lse: Tensor, counter: Tensor,
 ) -> Launch:  # fmt: skip
-    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous."""
+    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous; the counter isn't used."""
     tile = FORWARD[width(p)]
     arguments = {
         **m._asdict(), "lse": lse, "sinks": sinks, "entries": m.table.shape[1],

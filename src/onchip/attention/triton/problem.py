@@ -112,6 +112,7 @@ def memory_parts(
     parts = {
         f"{kept}lse": 4 * planes * p.queries,
         f"{kept}ranges of keys": sequences * (32 * entries_of(p.queries) + 8 * tiles_of(p.keys)),
+        "counter of tiles": 4,
     }
     if backward:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)

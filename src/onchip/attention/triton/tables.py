@@ -11,10 +11,14 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 @triton.jit(do_not_specialize=["queries", "keys", "entries"])
 def query_table(
-    start, end, stop, table, stops, queries, keys, entries, ROWS: tl.constexpr, KEYS: tl.constexpr
+    start, end, stop, table, stops, counter, queries, keys, entries, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """With a `stop`, of blocks of keys the least and the largest of it too, [B or 1, blocks, 2]."""
+    """With a `stop`, of blocks of keys the least and the largest of it too, [B or 1, blocks, 2].  The counter by which
+    forward deals out tiles begins at 0.
+    """
     t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if t + b == 0:
+        tl.store(counter, 0)
     if t < entries:
         _query_entry(start, end, table + (b * entries + t) * 8, t, b, queries, keys, ROWS, KEYS)
     if stop is not None:

@@ -37,14 +37,14 @@ KEYS = 64
 
 def forward(
     p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
-    softcap: float | None, out: Tensor, lse: Tensor,
+    softcap: float | None, out: Tensor, lse: Tensor, counter: Tensor,
 ) -> Launch:  # fmt: skip
-    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous."""
+    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous; the counter is 0."""
     how = _blocks(p)
     arguments = {
         **_parts("q", q, HALF, how), **_parts("k", k, how.keys, how), "v": by_head(v, how.keys, how.values),
-        "out": by_head(out, HALF, _FEW), "lse": lse, "sinks": sinks, **walk(p, m, scale, softcap, _columns(how)),
-        "KEYS": how.keys,
+        "out": by_head(out, HALF, _FEW), "lse": lse, "counter": counter, "sinks": sinks,
+        **walk(p, m, scale, softcap, _columns(how)), "KEYS": how.keys,
     }  # fmt: skip
     return Launch(attend_wide, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
