@@ -326,7 +326,8 @@ def test_groups_of_a_tile_see_other_keys(mask, size, values, hopper):
     """Each multiplies by the blocks that it sees, and by one at least."""
     q, k, v = drawn(2, 1500, heads=4, key_heads=2, size=size, values=values)
     at = torch.arange(1500, device="cuda")
-    far = torch.where(at // 64 % 2 == 0, at, 1499 - at).clamp(0, 1400)  # of one group at one end, of the next at another
+    # Of one group at one end, of the next at another.
+    far = torch.where(at // 64 % 2 == 0, at, 1499 - at).clamp(0, 1400)
     what = {"window": Window(20), "short documents": Documents(at // 30) & Causal(), "apart": Intervals(far, far + 50)}
     sinks = torch.randn(4, device="cuda")
     out, lse = attention(q, k, v, what[mask], sinks=sinks, return_lse=True, backend="triton")
