@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from onchip.ops.cross_entropy import jax_op
 from onchip.ops.linear_log_probs import jax_op as log_probs_op
-from onchip.vocab.rows import mosaic, mosaic_op
+from onchip.vocab.rows import mosaic, mosaic_once, mosaic_op
+from onchip.vocab.xla.tiles import Wanted
 
 
 def unscaled(logits, inner_scale):
@@ -67,6 +68,18 @@ def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *,
     return jnp.where((kept[:, None] != 0) & counts(x, end), g, 0).astype(logits.dtype)
 
 
+def losses(logits, kept, factor, loss, *, config=None):
+    made = statistics(logits, kept, factor, None, None, wanted=Wanted())
+    lse = made["best"] * factor + jnp.log(made["total"])
+    z = logits.astype(jnp.float32) * factor[:, None]
+    p = jnp.exp(z - lse[:, None])
+    own = jnp.arange(z.shape[1])[None] == loss.ids[:, None]
+    of_p = jnp.ones_like(p) if loss.slope is None else 1 + loss.slope * lse[:, None]
+    others = jnp.where(own, 0, p).sum(1, keepdims=True)
+    g = loss.scale[:, None] * jnp.where(own, (of_p - 1) * p - others, of_p * p)
+    return made, jnp.where(kept[:, None] != 0, g, 0).astype(logits.dtype)
+
+
 def forget():
     """What was compiled for other kernels."""
     for function in (*jax_op._op.jitted, *log_probs_op.OPERATOR.jitted):
@@ -80,4 +93,5 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(mosaic_op, "hopper_refusal", lambda: None)
     for name in ("statistics", "gradients"):
         monkeypatch.setattr(mosaic, name, globals()[name])
+    monkeypatch.setattr(mosaic_once, "losses", losses)
     forget()

@@ -22,6 +22,7 @@ class Static(NamedTuple):
     shard: Any = None  # of the vocabulary
     mesh: Any = None  # an `OnMesh` of a call that spreads itself
     recompute: bool = False  # backward has the arguments and numbers of tokens alone
+    fused: bool = True  # XLA compiles the call in a larger program, not outside of a jit
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
@@ -75,6 +76,8 @@ def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[...,
     def call_forward(static: Any, parameters: Any, constants: Any) -> tuple[Any, _Saved]:
         needs = jax.tree.map(lambda x: x.perturbed, parameters)
         values = jax.tree.map(lambda x: x.value, (parameters, constants))
+        if isinstance(static, Static) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
+            static = static._replace(fused=False)
         outputs, residuals = run_forward(static, needs, *values)
         return outputs, _Saved(residuals, needs, jax.tree.map(_like, parameters))
 

@@ -103,7 +103,9 @@ class JaxLoss:
             plan = backend.plan(problem, "recompute" if again else static.options.strategy, budget)
         else:
             backend = ROWS[static.backend]
-            source, plan = partial(backend.of_logits, of), row_plan(problem, static.backend, budget)
+            once = static.fused and not static.recompute and static.shard is None
+            once = once and self.gradient is None and static.options.reduction != "none"
+            source, plan = partial(backend.of_logits, of), row_plan(problem, static.backend, budget, once=once)
         return backend, plan, self.call(static, constants, source, partial(backend.select, plan))
 
     def forward(self, static: Static, needs: Any, of: Source, constants: Any) -> tuple[Any, Planned | None]:

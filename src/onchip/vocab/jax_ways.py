@@ -88,10 +88,12 @@ def row_refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[s
     return row_refusals(problem, platform_of(device))
 
 
-def row_plan(problem: RowsProblem, backend: str, budget: int | None) -> ChunkConfig:
-    """How many rows are taken at a time; raises ValueError if the budget is too small."""
+def row_plan(problem: RowsProblem, backend: str, budget: int | None, *, once: bool = False) -> ChunkConfig:
+    """How many rows are taken at a time, and the strategy: 'stash' if forward makes the gradient, as it may if `once`;
+    raises ValueError if the budget is too small."""
     problem = replace(problem, xla=backend == "xla", mosaic=backend == "mosaic_gpu")
-    return ChunkConfig("forward", row_memory.plan(problem, "", budget), problem.vocab)
+    strategy = "stash" if once and problem.mosaic and mosaic_rows.at_once(problem) else "forward"
+    return ChunkConfig(strategy, row_memory.plan(problem, "", budget), problem.vocab)
 
 
 def way_to(backend: str, of: XlaProjection | jax.Array) -> tuple[ModuleType, Any]:

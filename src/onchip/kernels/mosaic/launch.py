@@ -26,11 +26,13 @@ def launch(
     warpgroups: int | None,
     name: str,
     interpret: Any,
+    cluster: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Run body(refs, *scratch) in each warpgroup of a grid, and return the outputs.
 
     inputs: arrays, or references to write to in place; those that are None are left out.
     outputs: shapes and dtypes.
+    cluster: further axes, over programs that run side by side; None for programs of their own.
     warpgroups: of a program; None for a single one that has no axis, and may reduce a vector to a number.
     """
     inputs = {key: x for key, x in inputs.items() if x is not None}
@@ -47,6 +49,8 @@ def launch(
     mesh = plgpu.Mesh(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        cluster=tuple((cluster or {}).values()),
+        cluster_names=tuple(cluster or {}),
         num_threads=warpgroups,
         thread_name=None if warpgroups is None else "warpgroup",
         kernel_name=name,

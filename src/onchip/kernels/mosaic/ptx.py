@@ -26,7 +26,7 @@ def add_one(counter: Any, before: Any, last: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def add(_: Any, counter: Any, before: Any, last: Any) -> None:
-        _run(_ADD_ONE, "l,r,r", [utils.memref_ptr(counter), utils.memref_ptr(before), last.registers.item()])
+        run_ptx(_ADD_ONE, "l,r,r", [utils.memref_ptr(counter), utils.memref_ptr(before), last.registers.item()])
 
     add(counter, before, last)
 
@@ -42,7 +42,7 @@ def put(into: Any, numbers: Sequence[Any], interpret: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(numbers)))
     def write(_: Any, into: Any, *numbers: Any) -> None:
         arguments = [utils.memref_ptr(into), *(x.registers.item() for x in numbers)]
-        _run("{" + "\n".join([_FIRST, *lines]) + "}", ",".join("r" * len(arguments)), arguments)
+        run_ptx("{" + "\n".join([_FIRST, *lines]) + "}", ",".join("r" * len(arguments)), arguments)
 
     write(into, *numbers)
 
@@ -81,7 +81,7 @@ def zero_rows(ref: Any, warpgroup: Any, begin: Any, end: Any, interpret: Any) ->
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(layout), number, number, number))
     def zero(_: Any, ref: Any, *numbers: Any) -> None:
         pointers = [utils.memref_ptr(ref), *(x.registers.item() for x in numbers)]
-        _run("{" + "\n".join(lines) + "}", "r,r,r,r", pointers)
+        run_ptx("{" + "\n".join(lines) + "}", "r,r,r,r", pointers)
 
     zero(ref, warpgroup, begin, end)
 
@@ -144,7 +144,7 @@ def store_boxes(ref: Any, values: Sequence[Any], interpret: Any) -> None:
         for i, x in enumerate(values):
             words = [utils.bitcast(x, word) for x in x.registers.flat]
             at = utils.memref_ptr(utils.memref_slice(ref, i))
-            _run("{" + lines + "}", ",".join(["r"] + [kind] * len(words)), [at, *words])
+            run_ptx("{" + lines + "}", ",".join(["r"] + [kind] * len(words)), [at, *words])
 
     store(ref, *values)
 
@@ -158,7 +158,7 @@ def load_box(ref: Any) -> Any:
         strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
         lines = _matrix("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {words}, [at];", 0, "$16", 2 * strides[0])
         words = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * 16)})>")
-        found = _run("{" + lines + "}", ",".join([*["=r"] * 16, "r"]), [utils.memref_ptr(ref)], words)
+        found = run_ptx("{" + lines + "}", ",".join([*["=r"] * 16, "r"]), [utils.memref_ptr(ref)], words)
         word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
         layout = fragmented_array.WGMMA_LAYOUT
         registers = np.empty(layout.registers_shape((64, 64)), object)
@@ -173,6 +173,7 @@ def _swizzled(columns: int) -> Any:
     return plgpu.RefType((plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
 
 
-def _run(lines: str, constraints: str, arguments: Sequence[Any], result: Any = None) -> Any:
+def run_ptx(lines: str, constraints: str, arguments: Sequence[Any], result: Any = None) -> Any:
+    """PTX with these operands, inside of an inline operation; it stays where it is."""
     result = ir.Type.parse("!llvm.void") if result is None else result
     return llvm.inline_asm(result, arguments, lines, constraints + ",~{memory}", has_side_effects=True)

@@ -56,8 +56,8 @@ class Strips:
                     constraints = ",".join([*[f"={_letter(word)}"] * words, "l"])
                     made: Any = llvm.inline_asm(result, [base], code, constraints, has_side_effects=not constant)
                     found += [made] if words == 1 else [llvm.extractvalue(word, made, [j]) for j in range(words)]
-                registers[i] = _as(_vector(found, word), ir.VectorType.get((self.unit,), element))
-            return fragmented_array.FragmentedArray(_registers=registers, _layout=self._fragments(), _is_signed=None)
+                registers[i] = as_vector(vector_of(found, word), ir.VectorType.get((self.unit,), element))
+            return self.array(registers)
 
         return load(ref)
 
@@ -70,14 +70,14 @@ class Strips:
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=made)
         def widened(_: Any, x: Any) -> Any:
             word, wide = ir.IntegerType.get_signless(32), ir.F32Type.get()
-            sixteen, upper = _number(16), _number(-0x10000)
+            sixteen, upper = number(16), number(-0x10000)
             registers = np.empty(x.registers.shape, object)
             for i, pairs in enumerate(x.registers.flat):
-                pairs, numbers = _as(pairs, ir.VectorType.get((self.unit // 2,), word)), []
+                pairs, numbers = as_vector(pairs, ir.VectorType.get((self.unit // 2,), word)), []
                 for j in range(self.unit // 2):
-                    pair = _part(pairs, j)
+                    pair = part(pairs, j)
                     numbers += [arith.shli(pair, sixteen), arith.andi(pair, upper)]
-                registers.flat[i] = _vector([arith.bitcast(wide, x) for x in numbers], wide)
+                registers.flat[i] = vector_of([arith.bitcast(wide, x) for x in numbers], wide)
             return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
         return widened(x)
@@ -108,8 +108,8 @@ class Strips:
             for i, x in enumerate(value.registers.flat):
                 done = 0
                 for byte, word, words in self._moves(element, i):
-                    whole = _as(x, ir.VectorType.get((size // utils.bitwidth(word),), word))
-                    parts = [_part(whole, done + j) for j in range(words)]
+                    whole = as_vector(x, ir.VectorType.get((size // utils.bitwidth(word),), word))
+                    parts = [part(whole, done + j) for j in range(words)]
                     done += words
                     code = f"st.global.cs{_form(word, words)} [${words} + {byte}], {_set(words)};"
                     constraints = ",".join([*[_letter(word)] * words, "l"])
@@ -117,8 +117,12 @@ class Strips:
 
         store(ref, value)
 
-    def _fragments(self) -> Any:
-        return fragmented_array.WGStridedFragLayout(shape=(self.size,), vec_size=self.unit)
+    def array(self, registers: Any) -> Any:
+        """A strip, inside of an inline operation, from each thread's vectors of `unit` numbers."""
+        layout = fragmented_array.WGStridedFragLayout(shape=(self.size,), vec_size=self.unit)
+        made = np.empty(self._registers, object)
+        made[:] = registers
+        return fragmented_array.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
 
     @property
     def _registers(self) -> int:
@@ -133,7 +137,7 @@ class Strips:
 
     def _first(self, ref: Any, element: Any) -> Any:
         """Where this thread's first number is."""
-        at = arith.muli(arith.remui(utils.thread_idx(), _number(THREADS)), _number(self.unit))
+        at = arith.muli(arith.remui(utils.thread_idx(), number(THREADS)), number(self.unit))
         return utils.getelementptr(utils.memref_ptr(ref), [at], element)
 
 
@@ -150,7 +154,7 @@ def store_number(ref: Any, value: Any, interpret: Any) -> None:
     store(ref, value)
 
 
-def _number(n: int) -> Any:
+def number(n: int) -> Any:
     """A constant of 32 bits."""
     return utils.c(n, ir.IntegerType.get_signless(32))
 
@@ -168,17 +172,17 @@ def _set(words: int) -> str:
     return operands if words == 1 else f"{{{operands}}}"
 
 
-def _part(x: Any, i: int) -> Any:
+def part(x: Any, i: int) -> Any:
     return vector.extract(x, dynamic_position=[], static_position=[i])
 
 
-def _vector(parts: list[Any], element: Any) -> Any:
+def vector_of(parts: list[Any], element: Any) -> Any:
     made = llvm.mlir_undef(ir.VectorType.get((len(parts),), element))
     for i, x in enumerate(parts):
-        made = llvm.insertelement(made, x, _number(i))
+        made = llvm.insertelement(made, x, number(i))
     return made
 
 
-def _as(x: Any, kind: Any) -> Any:
+def as_vector(x: Any, kind: Any) -> Any:
     """A vector with the same bits."""
     return x if x.type == kind else vector.bitcast(kind, x)

@@ -166,4 +166,4 @@ def cross_entropy(
     return made.shaped(leading)  # type: ignore[no-any-return]
 
 
-_op = jax_loss.cross_entropy(OP).operator()
+_op = jax_loss.cross_entropy(OP).operator(resumable=lambda static: static._replace(recompute=True))

@@ -1,15 +1,20 @@
 """Losses of logits that exist already, for JAX on the Hopper kernels of mosaic.py: a way of `onchip.vocab.jax_ways`.
 
-Each row is its token's; ignored ones are skipped.  A kernel reads each logit once for the statistics, and once more,
-in backward, for the gradient.  If the vocabulary is split over devices, each reads its own logits, and the statistics
-are merged.
+Each row is its token's; ignored ones are skipped.  A kernel reads each logit once for the statistics, and another once
+more, in backward, for the gradient.  If the vocabulary is split over devices, each reads its own logits, and the
+statistics are merged.
+
+A mean or sum of losses with one id each is made `at_once` with its gradient for an upstream gradient of 1, by a kernel
+that reads each logit once.  Backward returns that, if the upstream gradient is 1, otherwise it computes the gradient
+anew from the logits, so that it is rounded once.  If XLA knows that it is 1, nothing of this is left in the program.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, vary_alike
 from onchip.frontend.jax_inputs import hopper_refusal
@@ -27,11 +32,18 @@ from onchip.vocab.xla.tiles import (
     XlaTokenGradient,
     XlaTokenStats,
 )
-from onchip.vocab.xla.walk import Entries, XlaSaved
+from onchip.vocab.xla.walk import Entries
 
 Array = jax.Array
 SEQUENTIAL = True
-Saved = XlaSaved
+
+
+class Saved(NamedTuple):
+    """What gradients are made from; or one that is made, for an upstream gradient of 1."""
+
+    call: LossCall
+    stats: XlaTokenStats
+    gradient: Array | None = None
 
 
 class InPlace(CountedTokens):
@@ -60,6 +72,15 @@ def refusal(problem: RowsProblem, platform: str) -> str | None:
     return memory.mosaic_refusal(problem, platform) or hopper_refusal()
 
 
+def at_once(problem: RowsProblem) -> bool:
+    """Whether forward makes the gradient of a mean or sum of losses too."""
+    from onchip.vocab.rows import mosaic_once
+
+    p = problem
+    more = p.softcap or p.stats or p.smoothing or p.class_weight or p.ids or p.labels
+    return p.grad and not more and mosaic_once.serves(p.vocab, p.dtype)
+
+
 def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
     return InPlace.of(labels)
 
@@ -71,8 +92,8 @@ def of_logits(logits: Array) -> XlaLogits:
 
 def forward(
     plan: ChunkConfig, wanted: Wanted, needs: Any, call: LossCall
-) -> tuple[XlaTokenStats, LabelSums | None, XlaSaved | None]:
-    """The statistics of each row, and what backward needs."""
+) -> tuple[XlaTokenStats, LabelSums | None, Saved | None]:
+    """The statistics of each row, and what backward needs; with the strategy 'stash' the gradient."""
     from onchip.vocab.rows import mosaic  # Pallas takes a second to import
 
     shard = call.shard
@@ -81,7 +102,12 @@ def forward(
     kept, factor, inner = own.tokens.kept.astype(jnp.int32), _factor(transform), _inner(transform)
     class_weight = own.class_weight if wanted.even or entries is not None else None
     of_kernel = wanted._replace(argmax=wanted.argmax or entries is not None)
-    made = mosaic.statistics(logits, kept, factor, inner, class_weight, wanted=of_kernel, labels=entries, end=_end(own))
+    gradient = None
+    if plan.strategy == "stash":
+        made, gradient = _at_once(own, kept, factor)
+    else:
+        more = {"wanted": of_kernel, "labels": entries, "end": _end(own)}
+        made = mosaic.statistics(logits, kept, factor, inner, class_weight, **more)
     best = made["best"] * factor
     summed: Any = {x: made.get(x) for x in ("total", "below", "offset_sum", "moment", "squares", "squares_below")}
     softmax = Softmax(
@@ -100,7 +126,19 @@ def forward(
         stats = softmax.complete(call.ids, call.vocab)
     else:
         stats, sums, call = _entries_of(own, wanted, softmax, made).everywhere(call)
-    return stats, sums, XlaSaved(call, stats.known) if any(jax.tree.leaves(needs)) else None
+    return stats, sums, Saved(call, stats.known, gradient) if any(jax.tree.leaves(needs)) else None
+
+
+def _at_once(call: LossCall, kept: Array, factor: Array) -> tuple[dict[str, Array], Array]:
+    """The statistics, and the gradient for an upstream gradient of 1."""
+    from onchip.vocab.rows import mosaic_once
+
+    scale = call.reduction.row_scale(jnp.ones(()), call.tokens)
+    if (of_logits := call.transform.factor()) is not None:
+        scale = scale * of_logits
+    z_loss = call.terms.z_loss
+    slope = None if z_loss is None else (2 * z_loss).astype(jnp.float32).reshape(1)
+    return mosaic_once.losses(call.source.bits, kept, factor, mosaic_once.RowLoss(call.ids[:, 0], scale, slope))
 
 
 def _entries_of(own: LossCall, wanted: Wanted, softmax: Softmax, made: Mapping[str, Array]) -> Entries:
@@ -118,11 +156,11 @@ def _entries_of(own: LossCall, wanted: Wanted, softmax: Softmax, made: Mapping[s
     return entries._replace(likeliest=jnp.argmax(q, 1).astype(jnp.int32), most=most, plain=plain)
 
 
-def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaTokenGradient) -> Array:
+def gradients(plan: ChunkConfig, needs: Any, saved: Saved, gradient: XlaTokenGradient) -> Array:
     """The gradient of the logits [T, V] in their dtype, for one with respect to the final logits."""
     from onchip.vocab.rows import mosaic
 
-    call, stats = saved
+    call, stats, _ = saved
     if call.shard is not None:
         call, stats, gradient = vary_alike((call.shard.local(call), stats, gradient))
     logits, transform, ids, one = call.source.bits, call.transform, call.ids, call.ids.shape[1] == 1
@@ -153,10 +191,14 @@ def gradients(plan: ChunkConfig, needs: Any, saved: XlaSaved, gradient: XlaToken
     return made.at[jnp.arange(len(ids))[:, None], column].set(at_ids.astype(made.dtype), mode="drop")
 
 
-def backward(plan: ChunkConfig, needs: Any, saved: XlaSaved, upstream: Array) -> Array:
+def backward(plan: ChunkConfig, needs: Any, saved: Saved, upstream: Array) -> Array:
     """The gradient of the logits [T, V] in their dtype, for one of the reduced loss, or of each token's."""
-    call, stats = saved
-    return gradients(plan, needs, saved, call.gradient(stats, call.reduction.row_scale(upstream, call.tokens)))
+    call, stats, gradient = saved
+
+    def anew() -> Array:
+        return gradients(plan, needs, saved, call.gradient(stats, call.reduction.row_scale(upstream, call.tokens)))
+
+    return anew() if gradient is None else lax.cond(upstream == 1, lambda: gradient, anew)
 
 
 def _end(call: LossCall) -> Array | None:
