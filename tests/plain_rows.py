@@ -74,7 +74,7 @@ def losses(logits, kept, factor, loss, *, config=None):
     z = logits.astype(jnp.float32) * factor[:, None]
     p = jnp.exp(z - lse[:, None])
     own = jnp.arange(z.shape[1])[None] == loss.ids[:, None]
-    of_p = jnp.ones_like(p) if loss.slope is None else 1 + loss.slope * lse[:, None]
+    of_p = jnp.ones_like(p) if loss.slope is None else 1 + loss.slope[0] * lse[:, None]
     others = jnp.where(own, 0, p).sum(1, keepdims=True)
     g = loss.scale[:, None] * jnp.where(own, (of_p - 1) * p - others, of_p * p)
     return made, jnp.where(kept[:, None] != 0, g, 0).astype(logits.dtype)
