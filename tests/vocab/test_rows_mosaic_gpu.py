@@ -11,6 +11,7 @@ import pytest
 from onchip.jax import TopK, cross_entropy, log_probs
 from onchip.ops.cross_entropy.checks import CHECKER as LOSSES
 from onchip.ops.cross_entropy.checks import CrossEntropyCase
+from onchip.ops.cross_entropy.checks import cross_entropy as oracle
 from onchip.ops.linear_log_probs.checks import CHECKER as LOG_PROBS
 from onchip.ops.linear_log_probs.checks import LogProbsCase
 from onchip.vocab import jax_ways
@@ -115,3 +116,38 @@ def test_rows_beyond_31_bits():
     y = jax.random.randint(jax.random.key(1), (tokens,), 0, vocab)
     step = jax.jit(jax.value_and_grad(partial(cross_entropy, reduction="sum", backend="mosaic_gpu")))
     assert (step(z, y)[1][-64:] == step(z[-64:], y[-64:])[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "dtype"),
+    [
+        (3, 2048, "bfloat16"),
+        (301, 32000, "bfloat16"),  # several rows of a ring
+        (140, 50264, "float16"),
+        (150, 128256, "bfloat16"),
+        (140, 128256, "float32"),  # on two multiprocessors
+        (140, 262144, "bfloat16"),
+        (70, 300000, "bfloat16"),  # which don't hold it
+    ],
+)
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3, "logit_scale": 0.5, "temperature": "by token"}], ids=str)
+def test_loss_and_gradient_from_one_read(options, upstream, tokens, vocab, dtype):
+    rng = np.random.default_rng(0)
+    z = (jax.random.normal(jax.random.key(0), (tokens, vocab)) * 2).astype(dtype)
+    y = rng.integers(vocab, size=tokens)
+    y[0], y[1], y[-1] = -100, 0, vocab - 1
+    z = z.at[2, y[2]].set(30.0).at[1, 3:9].set(-jnp.inf)
+    if "temperature" in options:
+        options = options | {"temperature": np.linspace(0.5, 1.5, tokens, dtype=np.float32)}
+    step = jax.jit(jax.value_and_grad(lambda z, u: cross_entropy(z, y, backend="mosaic_gpu", **options) * u))
+    (loss, g), again = step(z, jnp.float32(upstream)), step(z, jnp.float32(upstream))[1]
+    assert (g == again).all()
+    right = oracle(np.asarray(z, np.float64), y, grad_loss=upstream, **options)
+    assert abs(loss - upstream * right.loss) <= 1e-6 * abs(right.loss)
+    assert not g[0].any()
+    bound = max(float(jnp.finfo(dtype).eps), 1e-5)
+    for i in range(1, tokens):  # by row: where the id leads, all of a row's gradient is small
+        x, one = np.asarray(g[i], np.float64), right.grad_logits[i]
+        small = 2.0**-24 * np.sqrt(vocab) if dtype == "float16" else 0
+        assert np.linalg.norm(x - one) <= bound * np.linalg.norm(one) + small

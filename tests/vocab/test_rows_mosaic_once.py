@@ -22,13 +22,13 @@ def launched(monkeypatch):
     """The names of the kernels that calls were traced with."""
     found = []
     plain_rows.stand_in(monkeypatch)
+
+    def noted(name, real, *given, **how):
+        found.append(name)
+        return real(*given, **how)
+
     for module, name in ((mosaic, "statistics"), (mosaic, "gradients"), (mosaic_once, "losses")):
-
-        def noted(*given, name=name, real=getattr(module, name), **how):
-            found.append(name)
-            return real(*given, **how)
-
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
     yield found
     plain_rows.forget()
 
