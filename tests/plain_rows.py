@@ -70,13 +70,14 @@ def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *,
 
 def losses(logits, kept, factor, loss, *, config=None):
     made = statistics(logits, kept, factor, None, None, wanted=Wanted())
+    x = logits.astype(jnp.float32)
+    e = jnp.exp((x - made["best"][:, None]) * factor[:, None])
+    own = jnp.arange(x.shape[1])[None] == loss.ids[:, None]
     lse = made["best"] * factor + jnp.log(made["total"])
-    z = logits.astype(jnp.float32) * factor[:, None]
-    p = jnp.exp(z - lse[:, None])
-    own = jnp.arange(z.shape[1])[None] == loss.ids[:, None]
-    of_p = jnp.ones_like(p) if loss.slope is None else 1 + loss.slope[0] * lse[:, None]
-    others = jnp.where(own, 0, p).sum(1, keepdims=True)
-    g = loss.scale[:, None] * jnp.where(own, (of_p - 1) * p - others, of_p * p)
+    more = None if loss.slope is None else loss.slope * lse
+    p = jnp.where(own, e, 0).sum(1)
+    of_p, at_id = mosaic_once.row_terms(p, made["total"], made["below"], loss.scale, more)
+    g = jnp.where(own, at_id[:, None], of_p[:, None] * e)
     return made, jnp.where(kept[:, None] != 0, g, 0).astype(logits.dtype)
 
 

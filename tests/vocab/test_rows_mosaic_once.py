@@ -70,12 +70,25 @@ def test_one_kernel_makes_both(launched, dtype, options):
 
 
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("upstream", [1.0, 0.3])
-def test_the_gradient_is_rounded_once_whatever_is_upstream(upstream):
-    z, y = given()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("upstream", [1.0, 0.3, -0.25, 0.0, 2.0**15])
+def test_the_gradient_is_rounded_once_whatever_is_upstream(upstream, dtype):
+    z, y = given(dtype)
     step = jax.jit(jax.grad(lambda z, u: cross_entropy(z, y, backend="mosaic_gpu") * u))
     right = oracle(np.asarray(z, np.float64), np.asarray(y), grad_loss=upstream).grad_logits
-    assert (step(z, jnp.float32(upstream)) == jnp.asarray(right, jnp.bfloat16)).mean() > 0.99
+    assert (step(z, jnp.float32(upstream)) == jnp.asarray(right, dtype)).mean() > 0.99
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2}], ids=str)
+@pytest.mark.parametrize("lead", [0.0, 1 / 16, 0.25, 30.0])
+def test_logits_that_lead_together(lead, options):
+    z, y = given()
+    z = z.at[0].set(1.0).at[1, :2].set(30.0).at[1, 0].add(lead).at[2, y[2]].set(30.0)
+    y = y.at[1].set(0)
+    for ids in (y, y.at[1].set(1)):
+        made = jax.jit(jax.value_and_grad(partial(cross_entropy, backend="mosaic_gpu", **options)))(z, ids)
+        assert_right(made, z, ids, **options)
 
 
 def in_rows(z, y):

@@ -110,6 +110,15 @@ def losses(
     return {name: made[name] for name in names}, made["out"]
 
 
+def row_terms(p: Any, total: Any, below: Any, by: Any, more: Any = None) -> tuple[Any, Any]:
+    """What a row's gradient is made of: the factor of each exp(z - largest z), and the gradient at its id, of which that
+    is `p`; `more` is the derivative of the z-loss by lse."""
+    # `below` has all the others' digits if the id leads, and leads alone: beside others that do, they are missing.
+    others = jnp.where((p > LEADING) & (total < 2 * LEADING), below, total - p)
+    of_p = by / total
+    return (of_p, -others * of_p) if more is None else (of_p * (1 + more), (more * p - others) * of_p)
+
+
 class _Walk(NamedTuple):
     """How the rows of a program go through its rings.
 
@@ -290,13 +299,8 @@ class _Program(NamedTuple):
             _write_once(strips, refs[name].at[pl.ds(row, 1)], x)
 
         p = jnp.exp2((x_y - top) * k2)
-        others = jnp.where(p > LEADING, below, total - p)
-        of_p, at_id = by / total, -others
-        if "slope" in refs:
-            more = refs["slope"][0] * (top * k + _log2(strips, total) * LN2)
-            of_p, at_id = of_p * (1 + more), (more * p - others) * of_p
-        else:
-            at_id = at_id * of_p
+        more = refs["slope"][0] * (top * k + _log2(strips, total) * LN2) if "slope" in refs else None
+        of_p, at_id = row_terms(p, total, below, by, more)
         at_id = at_id.astype(ring.dtype)
 
         def gradient(raw: list[Any]) -> list[Any]:
