@@ -80,6 +80,18 @@ def test_the_gradient_is_rounded_once_whatever_is_upstream(upstream, dtype):
 
 
 @pytest.mark.usefixtures("launched")
+def test_xla_keeps_the_one_way_that_a_known_upstream_gradient_needs():
+    z, y = given()
+    made = {}
+    for u in (1, 0.25, 0.3):
+        loss = jax.value_and_grad(lambda z, u=u: cross_entropy(z, y, backend="mosaic_gpu") * u)
+        made[u] = jax.jit(loss).lower(z).compile()
+        assert " conditional(" not in made[u].as_text()
+    exponentials = {u: x.cost_analysis()["transcendentals"] for u, x in made.items()}
+    assert exponentials[1] == exponentials[0.25] < exponentials[0.3]
+
+
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2}], ids=str)
 @pytest.mark.parametrize("lead", [0.0, 1 / 16, 0.25, 30.0])
 def test_logits_that_lead_together(lead, options):

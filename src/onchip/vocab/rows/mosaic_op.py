@@ -5,8 +5,9 @@ more, in backward, for the gradient.  If the vocabulary is split over devices, e
 statistics are merged.
 
 A mean or sum of losses with one id each is made `at_once` with its gradient for an upstream gradient of 1, by a kernel
-that reads each logit once.  Backward returns that, if the upstream gradient is 1, otherwise it computes the gradient
-anew from the logits, so that it is rounded once.  If XLA knows that it is 1, nothing of this is left in the program.
+that reads each logit once.  Backward returns that, if the upstream gradient is 1; its product with a power of two,
+which rounds nothing; otherwise it computes the gradient anew from the logits, so that it is rounded once.  If XLA knows
+the upstream gradient, only one of these is left in the program.
 """
 
 from collections.abc import Mapping
@@ -198,7 +199,19 @@ def backward(plan: ChunkConfig, needs: Any, saved: Saved, upstream: Array) -> Ar
     def anew() -> Array:
         return gradients(plan, needs, saved, call.gradient(stats, call.reduction.row_scale(upstream, call.tokens)))
 
-    return anew() if gradient is None else lax.cond(upstream == 1, lambda: gradient, anew)
+    if gradient is None:
+        return anew()
+    which = jnp.where(upstream == 1, 0, jnp.where(_scales(upstream, gradient.dtype), 1, 2))
+    return lax.switch(which, [lambda: gradient, lambda: gradient * upstream.astype(gradient.dtype), anew])
+
+
+def _scales(upstream: Array, dtype: Any) -> Array:
+    """Whether gradients times this number are as good as made for it: a power of two, or 0.  Of float16 many are too
+    small for all digits."""
+    if dtype == jnp.float16:
+        return jnp.zeros((), bool)
+    digits = lax.bitcast_convert_type(upstream.astype(jnp.float32), jnp.uint32) & 0x7FFFFF
+    return (digits == 0) & (jnp.abs(upstream) <= 2.0**16)  # what is lost of numbers near 0 stays near 0
 
 
 def _end(call: LossCall) -> Array | None:
