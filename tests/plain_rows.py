@@ -68,7 +68,7 @@ def gradients(logits, kept, factor, inner_scale, class_weight, ids, gradient, *,
     return jnp.where((kept[:, None] != 0) & counts(x, end), g, 0).astype(logits.dtype)
 
 
-def losses(logits, kept, factor, loss, *, config=None):
+def losses(logits, kept, factor, loss):
     made = statistics(logits, kept, factor, None, None, wanted=Wanted())
     x = logits.astype(jnp.float32)
     e = jnp.exp((x - made["best"][:, None]) * factor[:, None])

@@ -121,7 +121,7 @@ def test_rows_beyond_31_bits():
 @pytest.mark.parametrize(
     ("tokens", "vocab", "dtype"),
     [
-        (3, 2048, "bfloat16"),
+        (3, 32008, "bfloat16"),
         (301, 32000, "bfloat16"),  # several rows of a ring
         (140, 50264, "float16"),
         (150, 128256, "bfloat16"),

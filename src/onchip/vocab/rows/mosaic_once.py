@@ -2,13 +2,14 @@
 
 A program works on a multiprocessor of its own, one row after the other.  Each warp has a `Ring` of chunks of the row.
 As they come, each thread keeps a running softmax.  When the row's is known, the gradient takes each chunk's place and
-is sent, and what was sent makes room for a chunk of the next row.  The first rounds of a row don't go through rings,
-but are held in registers.  Two multiprocessors share a row that one can't hold.  What they can't hold either is read a
+is sent, and what was sent makes room for a chunk of the next row.  The first round of a row doesn't go through rings,
+but is held in registers.  Two multiprocessors share a row that one can't hold.  What they can't hold either is read a
 second time.
 
 x is a logit; z = x * k is the final logit, and k2 = k * log2(e).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,39 +29,17 @@ from onchip.kernels.mosaic.ring import WARP, Ring, lane_of_warp, shared_address
 from onchip.kernels.mosaic.strips import THREADS, Strips, number, part, vector_of
 from onchip.vocab.rows.mosaic import LEADING, LOWEST
 
-_LEAST = 4096  # bytes of a row
+_LEAST = 64000  # bytes of a row, of the shortest that were timed
+_HELD = 1  # rounds that registers hold
+_BEHIND = 1  # how many chunks may be sent and not yet read, before room is made for another
 _NUMBER = plgpu.Layout.WG_SPLAT
 _THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
-class OnceConfig(NamedTuple):
-    """How rows go through a multiprocessor."""
-
-    warpgroups: int = 4
-    strips: int = 4
-    """Of a chunk."""
-    slots: int = 7
-    """Chunks of each warp's ring."""
-    held: int = 1
-    """Rounds that are held in registers, at most."""
-    cluster: int = 1
-    """Multiprocessors that share a row."""
-    behind: int = 1
-    """How many chunks may be sent and not yet read, before room is made for another."""
-
-    @staticmethod
-    def of(vocab: int, dtype: Any) -> "OnceConfig":
-        """For rows of so many logits: as many multiprocessors, up to two, as hold a row."""
-        alone = OnceConfig()
-        rounds = alone.slots + alone.held
-        return alone._replace(cluster=1 if vocab <= rounds * alone.ring(dtype).width else 2)
-
-    @property
-    def parts(self) -> dict[str, int] | None:
-        return {"part": self.cluster} if self.cluster > 1 else None
-
-    def ring(self, dtype: Any) -> Ring:
-        return Ring(dtype, self.warpgroups, self.strips, self.slots, self.cluster)
+def ring_of(vocab: int, dtype: Any) -> Ring:
+    """The fastest that was tried: of as many multiprocessors, up to two, as hold a row."""
+    alone = Ring(dtype, warpgroups=4, strips=4, slots=7)
+    return alone if vocab <= (alone.slots + _HELD) * alone.width else replace(alone, cluster=2)
 
 
 def serves(vocab: int, dtype: Any) -> bool:
@@ -82,30 +61,28 @@ def losses(
     kept: Array,  # [T] int32: rows with 0 aren't read; their gradient is 0, and nothing is written of the rest
     factor: Array,  # [T] or [1] float32: k
     loss: RowLoss,
-    *,
-    config: OnceConfig | None = None,
 ) -> tuple[dict[str, Array], Array]:
     """`best`, `total` and `below`, as `mosaic.statistics` makes them; and the gradient of lse - z[id] + z_loss lse^2 by
     the logits, times `scale`, in their dtype.
     """
     tokens, vocab = logits.shape
-    config = config or OnceConfig.of(vocab, logits.dtype)
-    ring = config.ring(logits.dtype)
+    ring = ring_of(vocab, logits.dtype)
     rounds = -(-vocab // ring.width)
-    held = min(config.held, rounds - 1)
-    programs = multiprocessors() // config.cluster
+    assert rounds > _HELD
+    programs = multiprocessors() // ring.cluster
     names = "best", "total", "below"
     outputs = {x: jax.ShapeDtypeStruct((tokens,), jnp.float32) for x in names}
     outputs["out"] = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
     inputs = {"logits": logits, "kept": kept, "factor": factor, "ids": loss.ids, "scale": loss.scale}
-    walk = _Walk(ring, tokens, vocab, programs, held, rounds - held, config.behind)
+    walk = _Walk(ring, tokens, vocab, programs, rounds - _HELD)
 
     # Barriers, and what warps tell each other.
     numbers = 2 * ring.warps * ring.slots + 2 * 4 * ring.warps * ring.cluster
     scratch = [plgpu.SMEM((ring.words(),), jnp.float32), plgpu.SMEM((numbers,), jnp.float32)]
     made = launch(
-        walk.run, inputs | {"slope": loss.slope}, outputs, scratch, grid={"place": programs}, cluster=config.parts,
-        warpgroups=config.warpgroups, name="row_losses", interpret=None,
+        walk.run, inputs | {"slope": loss.slope}, outputs, scratch, grid={"place": programs},
+        cluster={"part": ring.cluster} if ring.cluster > 1 else None, warpgroups=ring.warpgroups, name="row_losses",
+        interpret=None,
     )  # fmt: skip
     return {name: made[name] for name in names}, made["out"]
 
@@ -130,11 +107,8 @@ class _Walk(NamedTuple):
     tokens: int
     vocab: int
     programs: int
-    held: int
-    """Rounds that registers hold."""
     own: int
     """Rounds that go through rings."""
-    most_behind: int
 
     @property
     def again(self) -> int:
@@ -145,13 +119,9 @@ class _Walk(NamedTuple):
         return self.own + self.again
 
     @property
-    def behind(self) -> int:
-        return min(self.most_behind, self.ring.slots // 2)
-
-    @property
     def tight(self) -> bool:
         """Whether a row needs all of what the row before it had."""
-        return self.own > self.ring.slots - self.behind
+        return self.own > self.ring.slots - _BEHIND
 
     def run(self, refs: Refs, memory: Any, barriers: Any) -> None:
         program = lax.convert_element_type(lax.axis_index("place"), jnp.int32)
@@ -187,7 +157,7 @@ class _Program(NamedTuple):
     def start(self, n: Any) -> Any:
         """The first column of a copy's round."""
         w = self.walk
-        return (w.held + jnp.where(n < w.own, n, n - w.own)) * self.ring.width
+        return (_HELD + jnp.where(n < w.own, n, n - w.own)) * self.ring.width
 
     def fetch(self, i: Any, n: Any) -> None:
         """Begin a copy, whose number may be beyond the row's; none behind the last row."""
@@ -206,8 +176,7 @@ class _Program(NamedTuple):
 
     def hold(self, i: Any) -> list[Any]:
         """The strips that are held of a row; behind the last one any."""
-        row = self.refs["logits"].at[self.row(lax.min(i, self.count - 1))]
-        return [x for h in range(self.walk.held) for x in self.ring.load_far(row, jnp.int32(h * self.ring.width))]
+        return self.ring.load_far(self.refs["logits"].at[self.row(lax.min(i, self.count - 1))], jnp.int32(0))
 
     def free(self, i: Any, n: Any) -> None:
         """A chunk that is read again will be overwritten."""
@@ -218,17 +187,15 @@ class _Program(NamedTuple):
         """Send the gradient that took a chunk's place, the row's turn-th, and make room for one behind it."""
         w, start = self.walk, self.start(n)
         self.ring.send(self.memory, out, start, w.vocab - start, self.slot(i, n))
-        self.ring.sent(w.behind)
-        some = turn >= w.behind if w.tight else (i > 0) | (turn >= w.behind)
-        pl.when(some)(lambda: self.fetch(i, n - w.behind + self.ring.slots))
+        self.ring.sent(_BEHIND)
+        some = turn >= _BEHIND if w.tight else (i > 0) | (turn >= _BEHIND)
+        pl.when(some)(lambda: self.fetch(i, n - _BEHIND + self.ring.slots))
 
     def finish(self, i: Any) -> None:
         """Nothing of the row's is under way any more, if the next one can't do without."""
-        w = self.walk
-        if w.tight and w.behind:
+        if self.walk.tight:
             self.ring.sent(0)
-            for late in range(w.behind, 0, -1):
-                self.fetch(i, jnp.int32(w.reads - late + self.ring.slots))
+            self.fetch(i, jnp.int32(self.walk.reads - _BEHIND + self.ring.slots))
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
@@ -241,8 +208,7 @@ class _Program(NamedTuple):
     def ignored(self, i: Any, held: list[Any]) -> list[Any]:
         w, out = self.walk, self.refs["out"].at[self.row(i)]
         zeros = [self.strips.full(0.0, self.ring.dtype)] * self.ring.strips
-        for h in range(w.held):
-            self.ring.store_far(out, jnp.int32(h * self.ring.width), zeros)
+        self.ring.store_far(out, jnp.int32(0), zeros)
         following = self.hold(i + 1)
         if w.again:
             lax.fori_loop(0, w.again, lambda n, _: self.fetch(i, n + self.ring.slots), None)
@@ -261,7 +227,6 @@ class _Program(NamedTuple):
         k = refs["factor"][row if refs["factor"].shape[0] > 1 else 0]
         k2, y, by = k * LOG2E, refs["ids"][row], refs["scale"][row]
         x_y = refs["logits"][row, lax.max(y, jnp.int32(0))].astype(jnp.float32)
-        parts = [held[h * ring.strips : (h + 1) * ring.strips] for h in range(w.held)]
 
         def absorb(raw: list[Any], state: Any) -> Any:
             top, total, below = state
@@ -291,8 +256,7 @@ class _Program(NamedTuple):
         state = lax.fori_loop(0, w.own - ragged, forth, (lowest, strips.full(0.0), strips.full(0.0)))
         if ragged:
             state = forth(jnp.int32(w.own - 1), state, ragged=True)
-        for raw in parts:
-            state = absorb(raw, state)
+        state = absorb(held, state)
         told = 8 * ring.warps * ring.slots + 16 * ring.warps * ring.cluster * lax.rem(i, jnp.int32(2))
         top, total, below = _joined(ring, self.barriers, told, state, k2)
         for name, x in (("best", top), ("total", total), ("below", below)):
@@ -307,10 +271,9 @@ class _Program(NamedTuple):
             return [(jnp.exp2((strips.floats(x) - top) * k2) * of_p).astype(ring.dtype) for x in raw]
 
         out = refs["out"].at[row]
-        for h, raw in enumerate(parts):
-            start = jnp.int32(h * ring.width)
-            ring.store_far(out, start, gradient(raw))
-            ring.put_far(out, start, y - start, at_id)
+        first = jnp.int32(0)
+        ring.store_far(out, first, gradient(held))
+        ring.put_far(out, first, y, at_id)
         following = self.hold(i + 1)
 
         def back(turn: Any, _: Any) -> None:
