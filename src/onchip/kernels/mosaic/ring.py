@@ -30,7 +30,7 @@ _AFTER_ALL = "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
 
 
 @dataclass(frozen=True)
-class Ring:
+class WarpRings:
     """The rings of a program's warps.  `memory` is shared memory for the chunks, [words()] float32, and `barriers`,
     [2 * warps * slots, or more] float32, for their barriers; rows are in device memory."""
 

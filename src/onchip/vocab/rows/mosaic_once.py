@@ -1,10 +1,10 @@
 """The Mosaic GPU kernel that reads each row of logits once: `losses` makes a row's statistics and its gradient.
 
-A program works on a multiprocessor of its own, one row after the other.  Each warp has a `Ring` of chunks of the row.
-As they come, each thread keeps a running softmax.  When the row's is known, the gradient takes each chunk's place and
-is sent, and what was sent makes room for a chunk of the next row.  The first round of a row doesn't go through rings,
-but is held in registers.  Two multiprocessors share a row that one can't hold.  What they can't hold either is read a
-second time.
+A program works on a multiprocessor of its own, one row after the other.  Each warp has a ring of chunks of the row
+(`WarpRings`).  As they come, each thread keeps a running softmax.  When the row's is known, the gradient takes each
+chunk's place and is sent, and what was sent makes room for a chunk of the next row.  The first round of a row doesn't
+go through rings, but is held in registers.  Two multiprocessors share a row that one can't hold.  What they can't hold
+either is read a second time.
 
 x is a logit; z = x * k is the final logit, and k2 = k * log2(e).
 """
@@ -25,7 +25,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.ptx import run_ptx
-from onchip.kernels.mosaic.ring import WARP, Ring, lane_of_warp, shared_address
+from onchip.kernels.mosaic.ring import WARP, WarpRings, lane_of_warp, shared_address
 from onchip.kernels.mosaic.strips import THREADS, Strips, number, part, vector_of
 from onchip.vocab.rows.mosaic import LEADING, LOWEST
 
@@ -36,9 +36,9 @@ _NUMBER = plgpu.Layout.WG_SPLAT
 _THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
-def ring_of(vocab: int, dtype: Any) -> Ring:
+def ring_of(vocab: int, dtype: Any) -> WarpRings:
     """The fastest that was tried: of as many multiprocessors, up to two, as hold a row."""
-    alone = Ring(dtype, warpgroups=4, strips=4, slots=7)
+    alone = WarpRings(dtype, warpgroups=4, strips=4, slots=7)
     return alone if vocab <= (alone.slots + _HELD) * alone.width else replace(alone, cluster=2)
 
 
@@ -53,7 +53,7 @@ class RowLoss(NamedTuple):
 
     ids: Array  # [T] int32, negative for none
     scale: Array  # [T] float32: what the gradient of logits is multiplied by
-    slope: Array | None = None  # [1] float32: 2 z_loss
+    slope: Array | None = None  # [1] float32: 2 z-loss
 
 
 def losses(
@@ -62,8 +62,8 @@ def losses(
     factor: Array,  # [T] or [1] float32: k
     loss: RowLoss,
 ) -> tuple[dict[str, Array], Array]:
-    """`best`, `total` and `below`, as `mosaic.statistics` makes them; and the gradient of lse - z[id] + z_loss lse^2 by
-    the logits, times `scale`, in their dtype.
+    """`best`, `total` and `below`, as `mosaic.statistics` makes them; and the gradient of lse - z[id], plus the z-loss,
+    by the logits, times `scale`, in their dtype.
     """
     tokens, vocab = logits.shape
     ring = ring_of(vocab, logits.dtype)
@@ -88,8 +88,8 @@ def losses(
 
 
 def row_terms(p: Any, total: Any, below: Any, by: Any, more: Any = None) -> tuple[Any, Any]:
-    """What a row's gradient is made of: the factor of each exp(z - largest z), and the gradient at its id, of which that
-    is `p`; `more` is the derivative of the z-loss by lse."""
+    """What a row's gradient is made of: the factor of each exp(z - largest z), and the gradient at its id, whose own
+    exponential is `p`; `more` is the derivative of the z-loss by lse."""
     # `below` has all the others' digits if the id leads, and leads alone: beside others that do, they are missing.
     others = jnp.where((p > LEADING) & (total < 2 * LEADING), below, total - p)
     of_p = by / total
@@ -103,7 +103,7 @@ class _Walk(NamedTuple):
     which were overwritten.  The copy of number n of the program's i-th row is its (i * reads + n)-th.
     """
 
-    ring: Ring
+    ring: WarpRings
     tokens: int
     vocab: int
     programs: int
@@ -126,7 +126,7 @@ class _Walk(NamedTuple):
     def run(self, refs: Refs, memory: Any, barriers: Any) -> None:
         program = lax.convert_element_type(lax.axis_index("place"), jnp.int32)
         count = lax.div(self.tokens + self.programs - 1 - program, jnp.int32(self.programs))
-        of = _Program(self, self.ring, self.ring.of_strips(), refs, memory, barriers, program, count)
+        of = _RowsOfProgram(self, self.ring, self.ring.of_strips(), refs, memory, barriers, program, count)
         self.ring.begin(barriers)
         _meet(self.ring)
         lax.fori_loop(0, self.ring.slots, lambda n, _: of.fetch(jnp.int32(0), n), None)
@@ -135,9 +135,9 @@ class _Walk(NamedTuple):
         _meet(self.ring)
 
 
-class _Program(NamedTuple):
+class _RowsOfProgram(NamedTuple):
     walk: _Walk
-    ring: Ring
+    ring: WarpRings
     strips: Strips
     refs: Refs
     memory: Any
@@ -337,7 +337,7 @@ def _tree(two: Any, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _joined(ring: Ring, shared: Any, at: Any, state: Any, k2: Any) -> list[Any]:
+def _joined(ring: WarpRings, shared: Any, at: Any, state: Any, k2: Any) -> list[Any]:
     """(best, total, below) of the program's threads together, of each a number; warps tell each other theirs from byte
     `at` of shared memory on, where nobody reads what was told two rows ago."""
     shape = (ring.of_strips().size,)
@@ -388,7 +388,7 @@ def _joined(ring: Ring, shared: Any, at: Any, state: Any, k2: Any) -> list[Any]:
     return found
 
 
-def _barrier(ring: Ring) -> None:
+def _barrier(ring: WarpRings) -> None:
     """All threads that share rows meet here."""
     if ring.cluster == 1:
         gpu.barrier()
@@ -396,7 +396,7 @@ def _barrier(ring: Ring) -> None:
         run_ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "", [])
 
 
-def _meet(ring: Ring) -> None:
+def _meet(ring: WarpRings) -> None:
     """Programs that share rows have all come here: none writes to the memory of one that isn't there."""
     if ring.cluster > 1:
         plgpu.inline_mgpu()(lambda _: _barrier(ring))()

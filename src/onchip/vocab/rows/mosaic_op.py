@@ -202,7 +202,9 @@ def backward(plan: ChunkConfig, needs: Any, saved: Saved, upstream: Array) -> Ar
     if gradient is None:
         return anew()
     which = jnp.where(upstream == 1, 0, jnp.where(_scales(upstream, gradient.dtype), 1, 2))
-    return lax.switch(which, [lambda: gradient, lambda: gradient * upstream.astype(gradient.dtype), anew])
+    ways = [lambda: gradient, lambda: gradient * upstream.astype(gradient.dtype), anew]
+    made: Array = lax.switch(which, ways)
+    return made
 
 
 def _scales(upstream: Array, dtype: Any) -> Array:
