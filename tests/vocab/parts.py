@@ -186,12 +186,12 @@ def exchanges():
 
 def compare(
     op, given, how, sizes, rank, *, near=close, exact=None, dim=None, size=None, constants=(), times=2,
-    way=lambda op: op, **more,
+    way=lambda op: op, of_whole=None, **more,
 ):  # fmt: skip
     """Outputs, and gradients after each of some backwards, of this rank's part of what is `given` beside all of it.
 
     exact: the dtype of the whole; dim: the dimension in which tokens are sharded; size: of parts with padding; way: how
-    the sharded call is run, which `more` is for.
+    the sharded call is run, which `more` is for, as `of_whole` is for the other.
     """
     ranks, what = dist.get_world_size(), f"{getattr(op, '__name__', op)} {sizes} {[*given]} {how}"
     grads = [n for n, x in given.items() if n.endswith("hidden") or not is_shared(n, x)]
@@ -207,7 +207,7 @@ def compare(
     own, mine = cut(sizes, rank), {name: leaf(x) if name in grads else x for name, x in mine.items()}
     whole = {name: leaf(x if exact is None else x.to(exact)) if name in grads else x for name, x in given.items()}
     whole |= {name: given[name].to(exact) for name in constants if exact is not None}
-    expected, got = flat(op(**whole, **how)), flat(way(op)(**mine, **more))
+    expected, got = flat(op(**whole, **how, **(of_whole or {}))), flat(way(op)(**mine, **more))
     same_bits(*got)
     for a, b in zip(got, expected, strict=True):
         near(a, b.to(a.dtype), f"output: {what}")
@@ -216,7 +216,7 @@ def compare(
     for seed in range(times if pairs else 0):
         for made, last in ((0, seed + 1 == times), (1, False)):
             values = [pair[made] for pair in pairs]
-            upstream = [factors(*x.shape, seed=seed).to(x.dtype) for x in values]
+            upstream = [factors(*x.shape, seed=seed).to(x) for x in values]
             torch.autograd.backward(values, upstream, retain_graph=not last)
     for name in grads if pairs else ():
         a, b = mine[name].grad, whole[name].grad

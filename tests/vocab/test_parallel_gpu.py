@@ -1,27 +1,31 @@
-"""A sharded vocabulary on CUDA devices: two ranks that share one with gloo, and a CUDA graph over NCCL."""
+"""A sharded vocabulary on CUDA devices: ranks that share one with gloo, or have one each over NCCL; a CUDA graph."""
 
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from parts import compare
 from torch.nn.functional import linear
 
 from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
-from sharded import cut, leaf, same_bits, spawn, spawn_on_gpus
+from sharded import cut, leaf, spawn, spawn_on_gpus
 from shared import capture, without_synchronisation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 TOKENS, HIDDEN, VOCAB = 700, 256, 5003
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 RESTS = ("tail", "truncated", "renormalised")
 OPTIONS = {
     "plain": {},
     "everything": {"softcap": 9.0, "label_smoothing": 0.1, "z_loss": 1e-3, "temperature": 0.7, "return_stats": True},
     "none": {"reduction": "none", "logit_scale": 0.5},
 }
+# A mean's gradient is below what float16 holds with all digits.
+SUM = {"reduction": "sum"}
 
 
-def layer(dtype=torch.bfloat16):
+def layer(dtype=BF16):
     g = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (torch.randn(n, HIDDEN, device="cuda", generator=g) for n in (TOKENS, VOCAB))
     target = torch.randint(VOCAB, (TOKENS,), device="cuda", generator=g)
@@ -29,141 +33,109 @@ def layer(dtype=torch.bfloat16):
     return (hidden / 4).to(dtype), weight.to(dtype), target
 
 
-def values_of(made):
-    """The tensors of an output."""
-    return [made] if isinstance(made, torch.Tensor) else [y for x in made if x is not None for y in values_of(x)]
-
-
-def near(got, expected, bound, what, *, same=0.99):
+def within(output, gradient, same=0.99):
     """Numbers within a bound; of whole numbers a part that is the `same`, since two logits may be as large."""
-    for a, b in zip(got, expected, strict=True):
-        if a.is_floating_point():
-            error = (a.double() - b.double()).norm() / b.double().norm()
-            assert error <= bound, (what, float(error))
-        else:
-            assert (a == b).float().mean() > same, (what, float((a == b).float().mean()))
+
+    def near(got, expected, what, *_):
+        if not got.is_floating_point():
+            assert (got == expected).float().mean() > same, (what, float((got == expected).float().mean()))
+        elif expected.numel():
+            error = float((got.double() - expected.double()).norm() / expected.double().norm())
+            assert error <= (output if what.startswith("output") else gradient), (what, error)
+
+    return near
 
 
-def of_logits(rank, ranks):
-    """By kernels, against PyTorch's operations in float64 on all of the vocabulary."""
-    hidden, weight, target = layer(torch.float32)
+def of_logits(op, given, how, dtype, bounds):
+    """A comparison with PyTorch's operations in float64 on all of the vocabulary."""
+    if op is jsd:
+        given = {"student_logits": given["logits"]} | {n: x for n, x in given.items() if n != "logits"}
+    constants = [x for x in given if x == "teacher_logits"]
+    return op, given, how, {"exact": F64, "near": within(*bounds), "constants": constants}
+
+
+def of_head(op, given, how, dtype, bounds):
+    """The same in float32, of a layer in this dtype."""
+    names = ("hidden", "weight", "teacher_hidden", "teacher_weight")
+    given = {n: x.to(dtype) if n in names else x for n, x in given.items()}
+    if op is linear_jsd:
+        given = {f"student_{n}" if n in names[:2] else n: x for n, x in given.items()}
+    return op, given, how, {"exact": F32, "near": within(*bounds)}
+
+
+def run(cases, layouts, rank, **more):
+    for sizes, (op, given, how, of) in itertools.product(layouts, cases):
+        compare(op, given, how, sizes, rank, times=1, **of | more)
+
+
+BY_KERNELS = {"backend": "triton", "of_whole": {"backend": "plain"}}
+
+
+def ids(rank, ranks):
+    """Of one kind and several, of logits and of a layer."""
+    hidden, weight, target = layer(F32)
     logits = linear(hidden, weight)
-    for sizes in ([2600, 2403], [1, 5002], [VOCAB, 0]):
-        own = cut(sizes, rank)
-        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
-        for name, options in OPTIONS.items():
-            whole, mine = leaf(logits.double()), leaf(logits[:, own])
-            expected = values_of(cross_entropy(whole, target, backend="plain", **options))
-            got = values_of(cross_entropy(mine, target, **options, **given))
-            same_bits(*got)
-            near(got, expected, 1e-5, name)
-            expected[0].sum().backward(), got[0].sum().backward()
-            if mine.numel():
-                near([mine.grad], [whole.grad[:, own]], 1e-5, name)
-        several = torch.stack([target, target.flip(0)], 1)
-        for op, more, options in (
-            (log_probs, (several,), {"entropy": True, "top1": True, "softcap": 9.0}),
-            (log_probs, (several,), dict.fromkeys(("entropy", "lse", "mean_logits", "log_sum_sq_probs"), True)),
-            (jsd, (logits.flip(0),), {"beta": 0.0, "target": target, "hard_weight": 0.2}),
-            (jsd, (logits.flip(0),), {"beta": 0.4, "temperature": 2.0}),
-        ):
-            whole, mine = leaf(logits.double()), leaf(logits[:, own])
-            exact = [x.double() if x.is_floating_point() else x for x in more]
-            expected = values_of(op(whole, *exact, backend="plain", **options))
-            got = values_of(op(mine, *(x[:, own] if op is jsd else x for x in more), **options, **given))
-            same_bits(*got)
-            near(got, expected, 1e-5, op.__name__)
-            expected[0].sum().backward(), got[0].sum().backward()
-            if mine.numel():
-                near([mine.grad], [whole.grad[:, own]], 2e-5, op.__name__)
-
-
-def of_hidden_states(rank, ranks):
-    hidden, weight, target = layer()
-    for sizes in ([2600, 2403], [256, 4747], [VOCAB, 0]):
-        own = cut(sizes, rank)
-        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
-        for op, options, dtype in (
-            (linear_cross_entropy, OPTIONS["everything"], torch.bfloat16),
-            (linear_cross_entropy, OPTIONS["everything"] | {"reduction": "sum"}, torch.float16),
-            (linear_log_probs, {"entropy": True}, torch.bfloat16),
-            (linear_log_probs, {"entropy": True}, torch.float16),
-        ):
-            rounded = [x.to(dtype) for x in (hidden, weight)]
-            whole, mine = [leaf(x.float()) for x in rounded], [leaf(rounded[0]), leaf(rounded[1][own])]
-            expected = values_of(op(*whole, target, backend="plain", **options))
-            got = values_of(op(*mine, target, **options, **given))
-            same_bits(*got)
-            near(got, expected, 5e-3, op.__name__)
-            expected[0].sum().backward(), got[0].sum().backward()
-            right = [whole[0].grad, whole[1].grad[own]]
-            for a, b in zip(mine, right, strict=True):
-                if a.numel():
-                    near([a.grad], [b], 1e-2, f"{op.__name__} {dtype} {sizes}")
-        if not sizes[1]:
-            continue
-        for dtype, options in itertools.product(
-            (torch.bfloat16, torch.float16),
-            ({"beta": 0.0, "hard_weight": 0.2}, {"beta": 0.4, "temperature": 2.0}, {"beta": 1.0, "hard_weight": 0.5}),
-        ):
-            options = options | {"target": target, "teacher_grad": True, "reduction": "sum"}
-            rounded = [x.to(dtype) for x in (hidden, weight, hidden.flip(0) / 2, weight.flip(0))]
-            whole = [leaf(x.float()) for x in rounded]
-            mine = [leaf(x if i in (0, 2) else x[own]) for i, x in enumerate(rounded)]
-            expected, got = linear_jsd(*whole, backend="plain", **options), linear_jsd(*mine, **options, **given)
-            same_bits(got)
-            near([got], [expected], 1e-4, f"linear_jsd {options}")
-            expected.backward(), got.backward()
-            right = [x.grad if i in (0, 2) else x.grad[own] for i, x in enumerate(whole)]
-            near([x.grad for x in mine], right, 6e-3 if dtype == torch.bfloat16 else 2e-3, f"linear_jsd {options}")
+    one, several = {"logits": logits}, {"logits": logits, "ids": torch.stack([target, target.flip(0)], 1)}
+    both = one | {"teacher_logits": logits.flip(0)}
+    statistics = dict.fromkeys(("entropy", "lse", "mean_logits", "log_sum_sq_probs"), True)
+    cases = [of_logits(cross_entropy, one | {"target": target}, how, F32, (1e-5, 1e-5)) for how in OPTIONS.values()]
+    cases += [
+        of_logits(op, given, how, F32, (1e-5, 2e-5))
+        for op, given, how in (
+            (log_probs, several, {"entropy": True, "top1": True, "softcap": 9.0}),
+            (log_probs, several, statistics),
+            (jsd, both | {"target": target}, {"beta": 0.0, "hard_weight": 0.2}),
+            (jsd, both, {"beta": 0.4, "temperature": 2.0}),
+        )
+    ]
+    run(cases, ([2600, 2403], [1, 5002], [VOCAB, 0]), rank, **BY_KERNELS)
+    head = {"hidden": hidden, "weight": weight}
+    cases = [
+        of_head(linear_cross_entropy, head | {"target": target}, OPTIONS["everything"], BF16, (5e-3, 1e-2)),
+        of_head(linear_cross_entropy, head | {"target": target}, OPTIONS["everything"] | SUM, F16, (5e-3, 1e-2)),
+        *(of_head(linear_log_probs, head | {"ids": target}, {"entropy": True}, t, (5e-3, 1e-2)) for t in (BF16, F16)),
+    ]
+    run(cases, ([2600, 2403], [256, 4747], [VOCAB, 0]), rank, **BY_KERNELS)
+    models = head | {"teacher_hidden": hidden.flip(0) / 2, "teacher_weight": weight.flip(0), "target": target}
+    options = ({"beta": 0.0, "hard_weight": 0.2}, {"beta": 0.4, "temperature": 2.0}, {"beta": 1.0, "hard_weight": 0.5})
+    cases = [
+        of_head(linear_jsd, models, how | {"teacher_grad": True} | SUM, dtype, (1e-4, 6e-3 if dtype == BF16 else 2e-3))
+        for dtype, how in itertools.product((BF16, F16), options)
+    ]
+    run(cases, ([2600, 2403], [256, 4747]), rank, **BY_KERNELS)
 
 
 def soft_labels(rank, ranks):
-    """By PyTorch's operations, labels of K ids by kernels too, and top-k teachers; against all of the vocabulary."""
-    hidden, weight, _ = layer(torch.float32)
-    logits = linear(hidden, weight)
-    values, ids = logits.log_softmax(-1).topk(8)
-    few, many = TopK(ids, values, "log_probs", "truncated"), (logits.flip(0) / 4).softmax(-1)
-    options = {"softcap": 9.0, "z_loss": 1e-3, "class_weight": torch.rand(VOCAB, device="cuda"), "return_stats": True}
-    options["reduction"] = "sum"  # a mean's gradient is below what float16 holds with all digits
-    for sizes in ([2600, 2403], [VOCAB, 0]):
-        own = cut(sizes, rank)
-        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start}
-        for backend, dtype, labels, bound, smoothing in (
-            ("plain", torch.float32, few, 2e-5, 0.0),
-            ("plain", torch.float32, many, 2e-5, 0.0),
-            ("plain", torch.float16, many, 5e-3, 0.0),
-            ("triton", torch.bfloat16, few, 1e-2, 0.0),
-            ("triton", torch.bfloat16, few, 1e-2, 0.1),
-        ):
-            what, options["label_smoothing"] = f"{backend} {dtype} {sizes} {smoothing}", smoothing
-            rounded = [x.to(dtype) for x in (hidden, weight)]
-            whole, mine = [leaf(x.float()) for x in rounded], [leaf(rounded[0]), leaf(rounded[1][own])]
-            expected = values_of(linear_cross_entropy(*whole, labels, backend="plain", **options))
-            part = labels if labels is few else labels[:, own]
-            got = values_of(linear_cross_entropy(*mine, part, backend=backend, **options, **given))
-            same_bits(*got)
-            near(got, expected, bound, what)
-            expected[0].backward(), got[0].backward()
-            near([mine[0].grad], [whole[0].grad], bound, what)
-            if mine[1].numel():
-                near([mine[1].grad], [whole[1].grad[own]], bound, what)
-        of_logits = [(cross_entropy, few, "plain"), (cross_entropy, few, "triton"), (cross_entropy, many, "plain")]
-        for op, labels, backend in (*of_logits, *((jsd, few._replace(rest=x), "auto") for x in RESTS)):
-            whole, mine = leaf(logits), leaf(logits[:, own])
-            part = labels[:, own] if labels is many else labels
-            name = "target" if op is cross_entropy else "teacher_topk"
-            expected = op(whole, **{name: labels}, temperature=2.0)
-            got = op(mine, **{name: part}, temperature=2.0, backend=backend, **given)
-            same_bits(got)
-            near([got], [expected], 1e-5, op.__name__)
-            expected.backward(), got.backward()
-            if mine.numel():
-                near(
-                    [mine.grad], [whole.grad[:, own]], 5e-5, f"{op.__name__} {labels[3] if labels is not many else ''}"
-                )
-        wrong = few._replace(indices=ids.index_fill(0, torch.tensor([5], device="cuda"), VOCAB))
-        mine = leaf(logits[:, own])
+    """Labels of K ids, labels for every entry by PyTorch's operations, and top-k teachers."""
+    hidden, weight, _ = layer(F32)
+    logits, head = linear(hidden, weight), {"hidden": hidden, "weight": weight}
+    values, indices = logits.log_softmax(-1).topk(8)
+    few, many = TopK(indices, values, "log_probs", "truncated"), (logits.flip(0) / 4).softmax(-1)
+    options = SUM | {
+        "softcap": 9.0,
+        "z_loss": 1e-3,
+        "class_weight": torch.rand(VOCAB, device="cuda"),
+        "return_stats": True,
+    }
+    layouts, smoothed = ([2600, 2403], [VOCAB, 0]), options | {"label_smoothing": 0.1}
+    for backend, labels, how, dtype, bound in (
+        ("plain", few, options, F32, 2e-5),
+        ("plain", many, options, F32, 2e-5),
+        ("plain", many, options, F16, 5e-3),
+        ("triton", few, options, BF16, 1e-2),
+        ("triton", few, smoothed, BF16, 1e-2),
+    ):
+        case = of_head(linear_cross_entropy, head | {"target": labels}, how, dtype, (bound, bound))
+        run([case], layouts, rank, backend=backend, of_whole={"backend": "plain"})
+    calls = [(cross_entropy, few, "plain"), (cross_entropy, few, "triton"), (cross_entropy, many, "plain")]
+    for op, labels, backend in (*calls, *((jsd, few._replace(rest=x), "auto") for x in RESTS)):
+        labels = {"target" if op is cross_entropy else "teacher_topk": labels}
+        case = of_logits(op, {"logits": logits} | labels, {"temperature": 2.0}, F32, (1e-5, 5e-5))
+        run([case], layouts, rank, backend=backend, exact=None)
+    wrong = few._replace(indices=indices.index_fill(0, torch.tensor([5], device="cuda"), VOCAB))
+    for sizes in layouts:
+        mine = leaf(logits[:, cut(sizes, rank)])
+        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": cut(sizes, rank).start}
         for loss in (
             cross_entropy(mine, wrong, reduction="none", backend="plain", **given),
             cross_entropy(mine, wrong, reduction="none", backend="triton", **given),
@@ -174,92 +146,54 @@ def soft_labels(rank, ranks):
             assert not gradient[:5].isnan().any()
 
 
-def test_soft_labels_of_two_ranks(tmp_path):
-    spawn(tmp_path, 2, {"soft_labels": soft_labels}, timeout=300)
-
-
 def by_kernels(rank, ranks):
-    """Labels for every entry, and top-k teachers, against PyTorch's operations on all of the vocabulary."""
-    hidden, weight, target = layer(torch.float32)
-    logits = linear(hidden, weight)
-    many, (values, ids) = (logits.flip(0) / 2).softmax(-1), (logits.flip(0) / 2).log_softmax(-1).topk(24)
+    """Labels for every entry, and top-k teachers."""
+    hidden, weight, target = layer(F32)
+    logits, head = linear(hidden, weight), {"hidden": hidden, "weight": weight}
+    many, (values, indices) = (logits.flip(0) / 2).softmax(-1), (logits.flip(0) / 2).log_softmax(-1).topk(24)
     everything = OPTIONS["everything"] | {"class_weight": torch.rand(VOCAB, device="cuda")}
-    teachers = [
-        {"teacher_topk": TopK(ids, values, "log_probs", rest), "target": target} | options
-        for rest, options in zip(
-            RESTS,
-            ({"beta": 0.0, "hard_weight": 0.3, "temperature": 2.0}, {"beta": 0.4}, {"beta": 1.0, "reduction": "none"}),
-            strict=True,
-        )
+    ways = {"beta": 0.0, "hard_weight": 0.3, "temperature": 2.0}, {"beta": 0.4}, {"beta": 1.0, "reduction": "none"}
+    known = [
+        ({"teacher_topk": TopK(indices, values, "log_probs", rest), "target": target}, how)
+        for rest, how in zip(RESTS, ways, strict=True)
     ]
-    calls = [(cross_entropy, {"target": many} | more) for more in ({}, everything, {"reduction": "none"})]
-    calls += [(jsd, teacher) for teacher in teachers]
-    of_heads = [(linear_cross_entropy, {"target": many} | more) for more in ({}, everything)]
-    of_heads += [(linear_jsd, teacher) for teacher in teachers]
-    for sizes in ([2600] + [0] * (ranks - 2) + [VOCAB - 2600] if ranks > 1 else [VOCAB], [VOCAB] + [0] * (ranks - 1)):
-        own = cut(sizes, rank)
-        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
-
-        def compare(op, parameters, dtype, options, bounds, own=own, given=given, sizes=sizes):
-            part = {n: x[:, own] if x is many else x for n, x in options.items()}
-            exact = torch.float32 if len(parameters) > 1 else torch.float64
-            whole, mine = [leaf(x.to(dtype).to(exact)) for x in parameters], [leaf(x.to(dtype)) for x in parameters]
-            mine = [leaf(x[own] if x.shape[0] == VOCAB else x[:, own] if x.shape[1] == VOCAB else x) for x in mine]
-            expected, got = values_of(op(*whole, backend="plain", **options)), values_of(op(*mine, **part, **given))
-            same_bits(*got)
-            what = f"{op.__name__} {dtype} {sizes} {[*options]}"
-            near(got, expected, bounds[0], what)
-            expected[0].sum().backward(), got[0].sum().backward()
-            for a, b in zip(mine, whole, strict=True):
-                if a.numel():
-                    right = b.grad if a.shape == b.shape else b.grad[own] if len(b) == VOCAB else b.grad[:, own]
-                    near([a.grad], [right], bounds[1], what)
-
-        for op, options in calls:
-            compare(op, [logits], torch.float32, options, (2e-5, 2e-5))
-        for dtype, bounds in ((torch.bfloat16, (5e-3, 1e-2)), (torch.float16, (1e-3, 4e-3))):
-            for op, options in of_heads:
-                compare(op, [hidden, weight], dtype, {"reduction": "sum"} | options, bounds)
-
-
-def test_labels_by_kernels(tmp_path):
-    spawn(tmp_path, 2, {"by_kernels": by_kernels}, timeout=300)
-
-
-def test_labels_by_kernels_over_nccl(tmp_path):
-    spawn_on_gpus(tmp_path, {"by_kernels": by_kernels}, timeout=300)
+    cases = [
+        of_logits(cross_entropy, {"logits": logits, "target": many}, how, F32, (2e-5, 2e-5))
+        for how in ({}, everything, {"reduction": "none"})
+    ]
+    cases += [of_logits(jsd, {"logits": logits} | given, how, F32, (2e-5, 2e-5)) for given, how in known]
+    for dtype, bounds in ((BF16, (5e-3, 1e-2)), (F16, (1e-3, 4e-3))):
+        labels = head | {"target": many}
+        cases += [of_head(linear_cross_entropy, labels, SUM | how, dtype, bounds) for how in ({}, everything)]
+        cases += [of_head(linear_jsd, head | given, SUM | how, dtype, bounds) for given, how in known]
+    uneven = [2600] + [0] * (ranks - 2) + [VOCAB - 2600] if ranks > 1 else [VOCAB]
+    run(cases, (uneven, [VOCAB] + [0] * (ranks - 1)), rank, **BY_KERNELS)
 
 
 def in_fp8(rank, ranks):
     """Against the same kernels on all of the vocabulary, whose blocks of 128 are those of the first shards."""
     hidden, weight, target = layer()
-    given = {"precision": "fp8", "backend": "triton"}
-    values, ids = linear(hidden, weight).float().log_softmax(-1).topk(8)
-    few = TopK(ids, values, "log_probs", "truncated")
-    ways = ([2560, 2443], 5e-3, target), ([2600, 2403], 5e-2, target), ([VOCAB, 0], 5e-3, target)
-    for sizes, bound, labels in (*ways, ([2560, 2443], 5e-3, few), ([VOCAB, 0], 5e-3, few)):
-        own = cut(sizes, rank)
-        shards = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start}
-        for name, options in OPTIONS.items():
-            whole, mine = [leaf(x) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
-            expected = values_of(linear_cross_entropy(*whole, labels, **options, **given))
-            got = values_of(linear_cross_entropy(*mine, labels, **options, **shards, **given))
-            same_bits(*got)
-            # With other blocks other logits are the largest.
-            aligned = bound == 5e-3
-            near(got, expected, 1e-4 if aligned else 1e-2, name, same=0.99 if aligned else 0.9)
-            expected[0].sum().backward(), got[0].sum().backward()
-            near([mine[0].grad], [whole[0].grad], bound, name)
-            if sizes[rank]:
-                near([mine[1].grad], [whole[1].grad[own]], bound, name)
+    given, kernels = {"hidden": hidden, "weight": weight}, {"precision": "fp8", "backend": "triton"}
+    values, indices = linear(hidden, weight).float().log_softmax(-1).topk(8)
+    few = TopK(indices, values, "log_probs", "truncated")
+    # With other blocks other logits are the largest.
+    aligned, other = {"near": within(1e-4, 5e-3)}, {"near": within(1e-2, 5e-2, same=0.9)}
+    for labels, layouts, how in (
+        (target, ([2560, 2443], [VOCAB, 0]), aligned),
+        (few, ([2560, 2443], [VOCAB, 0]), aligned),
+        (target, ([2600, 2403],), other),
+    ):
+        cases = [(linear_cross_entropy, given | {"target": labels}, x | kernels, how) for x in OPTIONS.values()]
+        run(cases, layouts, rank)
 
 
-def test_two_ranks_of_one_device(tmp_path):
-    spawn(tmp_path, 2, {check.__name__: check for check in (of_logits, of_hidden_states)}, timeout=300)
+@pytest.mark.parametrize("check", [ids, soft_labels, by_kernels, in_fp8], ids=lambda x: x.__name__)
+def test_two_ranks_of_one_device(check, tmp_path):
+    spawn(tmp_path, 2, {check.__name__: check}, timeout=300)
 
 
-def test_two_ranks_of_one_device_in_fp8(tmp_path):
-    spawn(tmp_path, 2, {"in_fp8": in_fp8}, timeout=300)
+def test_labels_by_kernels_over_nccl(tmp_path):
+    spawn_on_gpus(tmp_path, {"by_kernels": by_kernels}, timeout=300)
 
 
 def over_nccl(rank, ranks):
