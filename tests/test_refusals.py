@@ -143,3 +143,10 @@ def test_triton_asks_for_a_gpu_first(function, dtype):
         topk = onchip.torch.TopK(*map(torch.from_numpy, (IDS[:, None], ONES[:, None])), "log_probs", "tail")
         with pytest.raises(ValueError, match=refused):
             jsd(tensors["student_logits"], teacher_topk=topk, backend="triton")
+
+
+@pytest.mark.parametrize("function", [name for name in ARRAYS if name not in OF_PYTORCH])
+def test_mosaic_asks_for_a_gpu_first(function):
+    refused = f"{function}: backend 'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs, not on 'cpu'"
+    with pytest.raises(ValueError, match=re.escape(refused)):
+        getattr(onchip.jax, function)(**in_jax(function), backend="mosaic_gpu")

@@ -2,7 +2,6 @@
 CUDA."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
-from shared import assert_refused, assert_within_bounds
+from shared import assert_within_bounds
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = LogProbsCase("long", 500, 128, 2112, zipf=True, ignored=0.3)
@@ -116,12 +115,3 @@ def test_what_is_kept():
     more = mosaic_memory.plan(replace(p, grad_hidden=False, grad_weight=False), "auto")
     taken = [mosaic_memory.scratch_bytes(replace(p, more_stats=n), more) for n in (0, 2)]
     assert taken[1] - taken[0] == 2 * 4 * 501 * more.token_chunk
-
-
-def test_refusals():
-    h, w, y = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros(8, jnp.int32)
-    run = partial(linear_log_probs, h, w, y)
-    message = "backend 'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs, not on 'cpu'"
-    assert_refused("linear_log_probs", partial(run, backend="mosaic_gpu"), ValueError, message)
-    message = "backend must be one of 'auto', 'xla', 'mosaic_gpu', 'triton'; got 'tpu'"
-    assert_refused("linear_log_probs", partial(run, backend="tpu"), ValueError, message)

@@ -249,8 +249,4 @@ def test_refusals():
 
 
 def test_it_runs_on_hopper():
-    z, y = jnp.ones((2, 130)), jnp.zeros(2, jnp.int32)
-    message = "backend 'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs, not on 'cpu'"
-    for op in (cross_entropy, log_probs):
-        assert_refused(op.__name__, lambda op=op: op(z, y, backend="mosaic_gpu"), ValueError, message)
     assert "compute capability 9.0" in mosaic_op.refusal(memory.RowsProblem(2, 130), "gpu")
