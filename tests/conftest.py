@@ -49,11 +49,10 @@ def free_gpu_memory(request):
 @pytest.fixture
 def unwritten_memory_shows():
     """As NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
+    from losses import nan_filled
+
+    with nan_filled():
+        yield
 
 
 @pytest.fixture

@@ -17,24 +17,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from loss_checks import VALUES, bad_ids, right
-from losses import CE, LCE, LLP, VOCAB, assert_near, losses, nan_filled
+from losses import CE, LCE, LLP, VOCAB, assert_near, losses
 from onchip.torch import CrossEntropyLoss, LinearCrossEntropyLoss, cross_entropy, linear_cross_entropy, log_probs
 from onchip.vocab import memory
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.torch import tiles, walk
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_shows")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF = DTYPES[1:]
 LOSSES = list(losses())
 MEANS = [loss for loss in LOSSES if loss.options.get("reduction") != "none"]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    with nan_filled():
-        yield
 
 
 def on_the_gpu():

@@ -12,20 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from loss_checks import RIGHT
-from losses import CE, LCE, VOCAB, nan_filled
+from losses import CE, LCE, VOCAB
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
 from soft_labels import assert_right, class_weights, everything, oracle, problem, right_stats
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_shows")
 FORMS = ("probs", "log_probs", "dense")
 by_form = pytest.mark.parametrize("form", FORMS)
 by_op = pytest.mark.parametrize("loss", [LCE, CE], ids=["linear_cross_entropy", "cross_entropy"])
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    with nan_filled():
-        yield
 
 
 @by_op

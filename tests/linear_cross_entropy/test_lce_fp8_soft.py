@@ -9,7 +9,7 @@ import pytest
 import torch
 from lce_fp8_cases import GRADIENT_DB, LOSS_ERROR, assert_alike, of_every_kind, soft_problem, soft_results
 
-from losses import LCE, nan_filled
+from losses import LCE
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.torch import TopK, linear_cross_entropy, quantize_weight
@@ -18,14 +18,9 @@ from onchip.vocab.memory import Problem
 from shared import gradients
 from soft_labels import oracle, right_stats
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_shows")
 FORMS = ("probs", "log_probs", "dense")
 in_fp8 = partial(linear_cross_entropy, precision="fp8")
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    with nan_filled():
-        yield
 
 
 def assert_near(given, options, **how):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from losses import nan_filled
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_memory as triton_spec
@@ -36,12 +35,6 @@ def planned(monkeypatch, request):
     """The op cuts its problems in each of the ways."""
     way = WAYS[request.param]
     monkeypatch.setattr(triton_spec, "plan", lambda p, *_: way(p.tokens))
-
-
-@pytest.fixture
-def poisoned():
-    with nan_filled():
-        yield
 
 
 def make(tokens, hidden, vocab, *, dtype=torch.bfloat16, std=1.0, noise=None, teacher=None):
@@ -83,7 +76,7 @@ def plain(h, w, x, v, beta, *, dtype=None):
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("unwritten_memory_shows")
 def test_check_cases(case, dtype):
     wrong = [x for x in CHECKER.check_case(case, dtype, "cuda", backend="triton") if not x.ok]
     assert not wrong, wrong
@@ -92,7 +85,7 @@ def test_check_cases(case, dtype):
 @pytest.mark.parametrize("sizes", [(600, 264, 2049, None), (600, 259, 2049, 328), (131, 520, 50257, 72)], ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.usefixtures("poisoned", "planned")
+@pytest.mark.usefixtures("unwritten_memory_shows", "planned")
 def test_ways_agree_with_the_framework(sizes, dtype):
     tokens, hidden, vocab, teacher = sizes
     leaves = make(tokens, hidden, vocab, dtype=dtype, teacher=teacher)
