@@ -184,8 +184,9 @@ def _attend(
         q = matrix(qs.index(GROUPS * (count % 2) + W))
         is_first = m == 0
         # Of a tile one block at least is multiplied: beside it the one before ends.
+        before_last = blocks - is_first.to(gl.int32)  # type: ignore[attr-defined]
         m, j, step, skipped = _skip(
-            rings, stops, of_mask, keys, m, blocks - (m == 0).to(gl.int32), j, step, skipped, first_row - W * HALF,
+            rings, stops, of_mask, keys, m, before_last, j, step, skipped, first_row - W * HALF,
             last, own_first, own_last, W, KEYS, STAGES, GROUPS,
         )  # fmt: skip
         while m < blocks:

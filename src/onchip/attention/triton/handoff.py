@@ -83,5 +83,6 @@ def told(slots, at, N: gl.constexpr):
     """The numbers that a group was told."""
     numbers = ()
     for i in gl.static_range(N):
-        numbers = numbers + (gl.sum(slots.index(at * N + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0),)
+        number = gl.sum(slots.index(at * N + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        numbers = numbers + (number,)  # type: ignore[assignment]
     return numbers
