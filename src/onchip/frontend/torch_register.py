@@ -14,10 +14,9 @@ reach `connect` (torch_repeat.py).
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from types import NoneType, UnionType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.nn import Parameter
 from onchip.frontend import torch_flops, torch_prepared
 from onchip.frontend.torch_ahead import Coming, lengths, without_memory
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
+from onchip.frontend.torch_packing import LISTS, packing_of, reader
 from onchip.frontend.torch_prepared import Kinds
 
 C = TypeVar("C")
@@ -63,11 +63,11 @@ def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
 class Operator(Generic[C, O]):
     """An op, registered as `onchip::<name>` and `onchip::<name>_backward`; to call it runs a call.
 
-    The types of the call, of the outputs and of what is kept are read from the annotations of `forward` and `save`.  A
-    field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of any number of
-    one of the last five; or another such object.  A tensor is called by its field's name, or, where several objects
-    have a field of that name, by its path: `student_hidden`.  The call has a field `grads`, which says for each of the
-    `differentiable` tensors whether it needs a gradient.
+    The types of the call, of the outputs and of what is kept are read from the annotations of `forward` and `save`, or
+    given as `types`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a
+    tuple of any number of one of the last five; or another such object.  A tensor is called by its field's name, or,
+    where several objects have a field of that name, by its path: `student_hidden`.  The call has a field `grads`, which
+    says for each of the `differentiable` tensors whether it needs a gradient.
 
     torch.compile's cache on disk knows an operator by its name alone: a release that changes the fields of a call, of
     the outputs or of what is kept must rename the operator.
@@ -123,12 +123,16 @@ class Operator(Generic[C, O]):
     """Whether `gradients` is to run unregistered for this call."""
     overwrites: Callable[[Any], bool] | None = None
     """Whether `gradients` overwrites a tensor of this call: then it runs unregistered, so that autograd sees it."""
+    types: tuple[Any, Any, Any] | None = None
+    """The types of the call, of the outputs and of what is kept; None: those that functions are annotated with."""
 
     def __post_init__(self) -> None:
-        of_forward, of_save = get_type_hints(self.forward), get_type_hints(self.save)
-        self.call, self.outputs = _Packing(next(iter(of_forward.values()))), _Packing(of_forward["return"])
-        self.kept = _Packing(of_save["return"])
-        self._grads = _fields([leaf.path for leaf in self.call.of_rest if leaf.name == "grads"])
+        types = self.types
+        if types is None:
+            of_forward, of_save = get_type_hints(self.forward), get_type_hints(self.save)
+            types = next(iter(of_forward.values())), of_forward["return"], of_save["return"]
+        self.call, self.outputs, self.kept = map(packing_of, types)
+        self._grads = reader([leaf.path for leaf in self.call.of_rest if leaf.name == "grads"])
         self._places = [self.call.tensors.index(x) for x in self.differentiable]
         count = len(self.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
@@ -155,7 +159,7 @@ class Operator(Generic[C, O]):
             torch_flops.register(self.name, self._flops)
         if self.gradient_flops is not None:
             torch_flops.register(f"{self.name}_backward", self._gradient_flops)
-        self._differentiable = _fields([self.call.of_tensors[place].path for place in self._places])
+        self._differentiable = reader([self.call.of_tensors[place].path for place in self._places])
         made_here = {leaf.name for leaf in self.outputs.of_tensors} - {leaf.name for leaf in self.call.of_tensors}
         self._theirs = [name in self.adds_to.values() for name in self.kept.tensors]
         # Those that may be the caller's.
@@ -164,7 +168,7 @@ class Operator(Generic[C, O]):
         # Places among the differentiable tensors and among the kept ones.
         self._adds = [(self.differentiable.index(x), self.kept.tensors.index(y)) for x, y in self.adds_to.items()]
         self._forwards, self._backwards = Kinds(), Kinds()
-        self._checks = _fields([leaf.path for leaf in self.call.of_rest if leaf.name == "check_inputs"])
+        self._checks = reader([leaf.path for leaf in self.call.of_rest if leaf.name == "check_inputs"])
         self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
         self._apply: Any = super(torch.autograd.Function, self._node).apply  # type: ignore[misc]
 
@@ -249,15 +253,6 @@ class Operator(Generic[C, O]):
         *connected, link = apply(self, saving, kept, (*outputs[:count], outputs[-1]), *inputs)
         return (*connected, *outputs[count:-1], link)
 
-    def stated(self, call: C, function: Callable[..., T], *tensors: Tensor | None) -> T:
-        """`function(call, *tensors)`, stated as one operator on the call's tensors and these."""
-        count, rest = len(self.call.tensors), self.call.rest_of(call)
-
-        def of_tensors(*given: Tensor | None) -> T:
-            return function(self.call.build(given[:count], rest), *given[count:])
-
-        return torch_prepared.call(of_tensors, *self.call.tensors_of(call), *tensors)
-
     # What the registered operators run: the op's functions on unpacked arguments.
 
     def _forward(self, *args: Any) -> Any:
@@ -297,7 +292,7 @@ class Operator(Generic[C, O]):
         grads: list[Tensor | None] = [None] * len(self.call.tensors)
         for place, grad in zip(self._places, self.backward(ctx, upstream, plain=False), strict=True):
             grads[place] = grad
-        return (*grads, *[None] * len(_LISTS))
+        return (*grads, *[None] * len(LISTS))
 
     # What both ways, direct and registered, do with autograd.
 
@@ -414,6 +409,17 @@ class _Node(torch.autograd.Function):
         return (None, None, None, None, *ctx.op.backward(ctx, upstream, plain=plain))
 
 
+def stated_on(call: Any, function: Callable[..., T], *tensors: Tensor | None) -> T:
+    """`function(call, *tensors)`, stated as one operator on the call's tensors and these."""
+    packing = packing_of(type(call))
+    count, rest = len(packing.tensors), packing.rest_of(call)
+
+    def of_tensors(*given: Tensor | None) -> T:
+        return function(packing.build(given[:count], rest), *given[count:])
+
+    return torch_prepared.call(of_tensors, *packing.tensors_of(call), *tensors)
+
+
 # ---------------------------------------------------------------------------------------------- what both ways share
 
 
@@ -473,125 +479,3 @@ def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
     first = _first(args)
     filled = tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
     return filled if len(filled) > 1 else filled[0]
-
-
-# ------------------------------------------------------------------------------------ objects as operators' arguments
-
-
-# The time that torch.library takes in Python grows with the square of the number of arguments, so everything but
-# tensors travels in four of them: with an argument for each number a call took 0.24 ms.
-_LISTS = ("SymInt[] sizes", "float[] numbers", "bool[] flags", "str words")
-_LIST_OF: dict[Any, int] = {int: 0, float: 1, bool: 2, str: 3, torch.dtype: 3}
-_DTYPES = {x: name for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
-
-
-class _Leaf(NamedTuple):
-    """A field that isn't itself an object with fields."""
-
-    path: str  # "options.softcap"
-    kind: type
-    optional: bool
-    many: bool
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
-
-
-class _Packing:
-    """How a class's objects travel as arguments of an operator."""
-
-    def __init__(self, cls: type) -> None:
-        leaves: list[_Leaf] = []
-        makers: dict[str, Any] = {}
-        # Code of its own, as a NamedTuple has, since every call runs it.
-        self._make = eval(f"lambda t, r: {_source(cls, '', leaves, makers)}", makers)
-        self.of_tensors = [leaf for leaf in leaves if leaf.kind is Tensor]
-        self.of_rest = [leaf for leaf in leaves if leaf.kind is not Tensor]
-        self.tensors_of, self.rest_of = (_fields([leaf.path for leaf in x]) for x in (self.of_tensors, self.of_rest))
-        names = [leaf.name for leaf in self.of_tensors]
-        self.tensors = [x.name if names.count(x.name) == 1 else x.path.replace(".", "_") for x in self.of_tensors]
-
-    def schema(self, mutated: Sequence[str] = ()) -> str:
-        letters = {name: f"({'abcdef'[i]}!)" for i, name in enumerate(mutated)}
-        tensors = [
-            f"Tensor{letters.get(name, '')}{'?' if leaf.optional else ''} {name}"
-            for name, leaf in zip(self.tensors, self.of_tensors, strict=True)
-        ]
-        return ", ".join([*tensors, *_LISTS])
-
-    def build(self, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Any:
-        """The object with these tensors and these other values, in the order of its fields."""
-        return self._make(iter(tensors), iter(rest))
-
-    def encode(self, rest: Sequence[Any]) -> tuple[Any, ...]:
-        """Everything that isn't a tensor, as an operator takes it."""
-        lists: tuple[list[Any], ...] = [], [], [], []
-        sizes, _, flags, words = lists
-        for leaf, value in zip(self.of_rest, rest, strict=True):
-            if leaf.optional:
-                flags.append(value is not None)
-                if value is None:
-                    continue
-            if leaf.many:
-                sizes.append(len(value))
-            for x in value if leaf.many else (value,):
-                lists[_LIST_OF[leaf.kind]].append(_DTYPES[x] if leaf.kind is torch.dtype else x)
-        return sizes, lists[1], flags, ",".join(words)
-
-    def decode(self, lists: Sequence[Any]) -> list[Any]:
-        iterators = [iter(x) for x in (*lists[:3], lists[3].split(","))]
-        sizes, _, flags, _ = iterators
-        rest: list[Any] = []
-        for leaf in self.of_rest:
-            if leaf.optional and not next(flags):
-                rest.append(None)
-                continue
-            values = [next(iterators[_LIST_OF[leaf.kind]]) for _ in range(next(sizes) if leaf.many else 1)]
-            if leaf.kind is torch.dtype:
-                values = [getattr(torch, x) for x in values]
-            rest.append(tuple(values) if leaf.many else values[0])
-        return rest
-
-    def pack(self, x: Any) -> tuple[Any, ...]:
-        return (*self.tensors_of(x), *self.encode(self.rest_of(x)))
-
-    def unpack(self, args: Sequence[Any]) -> Any:
-        count = len(self.tensors)
-        return self.build(args[:count], self.decode(args[count:]))
-
-
-def _source(cls: Any, path: str, leaves: list[_Leaf], makers: dict[str, Any]) -> str:
-    """Code that makes a `cls` from the next tensors (t) and the next other values (r).
-
-    Adds its leaves to `leaves`, and the functions that the code calls to `makers`.
-    """
-    hints, parts = get_type_hints(cls), []
-    for name in [x.name for x in fields(cls)] if is_dataclass(cls) else cls._fields:
-        optional = isinstance(hints[name], UnionType)
-        kinds = [x for x in get_args(hints[name]) if x is not NoneType] if optional else [hints[name]]
-        many = get_origin(kinds[0]) is tuple
-        kind = get_args(kinds[0])[0] if many else kinds[0]
-        kind = str if get_origin(kind) is Literal else kind
-        if kind is Tensor or kind in _LIST_OF:
-            leaves.append(_Leaf(path + name, kind, optional, many))
-            parts.append(f"{name}=next({'t' if kind is Tensor else 'r'})")
-        else:
-            assert not optional, f"{cls.__name__}.{name}: {hints[name]}"
-            parts.append(f"{name}={_source(kind, f'{path}{name}.', leaves, makers)}")
-    maker = f"make_{len(makers)}"
-    makers[maker] = partial(_unchecked, cls) if is_dataclass(cls) else cls
-    return f"{maker}({', '.join(parts)})"
-
-
-def _unchecked(cls: Any, **values: Any) -> Any:
-    """Makes a dataclass without its checks: they ran when the call was made, and values may be symbols here."""
-    made: Any = object.__new__(cls)
-    made.__dict__.update(values)
-    return made
-
-
-def _fields(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that reads these fields of an object."""
-    made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda x: ({''.join(f'x.{path}, ' for path in paths)})")
-    return made

@@ -10,9 +10,9 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import graph_is_kept
 from onchip.frontend.torch_inputs import LOSS_DTYPES
 from onchip.ops.cross_entropy import OP, CrossEntropyOptions, may_overlap
-from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows.call import RowsCall
 from onchip.vocab.torch import dense, labels, loss
+from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.tiles import Tokens, flatten
 
 

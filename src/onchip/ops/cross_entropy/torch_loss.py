@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.frontend.torch_register import Made, Operator, Wanted, stated_on
 from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy import OP
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, CrossEntropyKept, CrossEntropyOutputs
@@ -40,7 +40,7 @@ def _forward(call: CrossEntropyCall) -> CrossEntropyOutputs:
         divisor = (1 / tokens.inverse_count).to(torch.float32) if call.kernels and call.kind == "ids" else None
         return CrossEntropyOutputs(loss.LossOutputs.of(call, stats, tokens), divisor, None)
     known = stats.lse, stats.log_prob, stats.argmax, stats.entropy, stats.uniform
-    made, correct, *more = LOSS.stated(call, _results, *known)
+    made, correct, *more = stated_on(call, _results, *known)
     shape = call.logits.shape[:-1]
     lse, log_prob = stats.lse.view(shape), stats.log_prob.view(call.ids.shape)
     entropy, argmax = (None if x is None else x.view(shape) for x in (stats.entropy, stats.argmax))
@@ -67,7 +67,7 @@ def _gradients(kept: CrossEntropyKept, upstream: Made, wanted: Wanted) -> Made:
     elif call.kind == "ids" and call.runs_kernels:
         _write_by_kernels(kept, grad_loss, out)
     elif call.kernels:
-        made = LOSS.stated(call, _of_all_tokens, grad_loss, kept.lse, kept.log_prob)
+        made = stated_on(call, _of_all_tokens, grad_loss, kept.lse, kept.log_prob)
         walk.write_gradient(call, None, TokenGradient(*made), out)
     else:
         tokens = call.tokens(check_values=False)
@@ -158,7 +158,7 @@ def _of_every_entry(call: CrossEntropyCall) -> loss.LossOutputs:
     out = loss.LossOutputs.empty(call, call.logits, kernels=True, reduced=False)
     if call.number > 0:
         launch_soft("soft_losses", call.logits, labels, None, tau, options, call.class_weight, **out.of_labels)
-    return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
+    return out._replace(loss=stated_on(call, _reduced, out.loss))
 
 
 def _of_every_entry_in_shard(call: CrossEntropyCall) -> loss.LossOutputs:
@@ -202,7 +202,7 @@ def _write_by_every_entry(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor
         walk.refuse_to_state(call)
         _write_rows(kept, call.tokens(check_values=False), grad_loss, walk.without_padding(call, out))
         return
-    row = LOSS.stated(call, _rows, grad_loss)
+    row = stated_on(call, _rows, grad_loss)
     lse, less, mass = (None if x is None else x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.mass))
     part, mine = parallel.class_weight_of_shard(call.class_weight, call.shards), walk.without_padding(call, out)
     if mine.numel() > 0:

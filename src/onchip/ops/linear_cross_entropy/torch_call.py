@@ -9,9 +9,9 @@ from torch import Tensor
 from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
 from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions
 from onchip.vocab import memory
-from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import labels as labels_of
 from onchip.vocab.torch import tiles
+from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.loss import LossOutputs
 from onchip.vocab.torch.tiles import Tokens

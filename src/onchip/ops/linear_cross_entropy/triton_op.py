@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms
-from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.frontend.torch_register import Made, Operator, Wanted, stated_on
 from onchip.ops.linear_cross_entropy import OP
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab import loss as maths
@@ -125,7 +125,7 @@ def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wante
             # Forward divided the numbers that it rounded.
             rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
             return walks.loss_gradients(run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded)
-        made = LOSS.stated(call, _by_outputs, grad_loss, known.lse, known.log_prob)
+        made = stated_on(call, _by_outputs, grad_loss, known.lse, known.log_prob)
         return walks.OutputGradients(*made), None
 
     if call.shards.there:
@@ -181,7 +181,7 @@ def _forward_of_ids(call: LinearCrossEntropyCall, config: TritonPlan, saved: Tri
     )
     made = walks.forward(run, given, config, saved, asked=Asked(entropy=call.options.return_stats))
     known = made.lse, made.log_prob, made.top1, made.entropy, made.uniform_loss
-    loss, correct, *more = LOSS.stated(call, _results, *known)
+    loss, correct, *more = stated_on(call, _results, *known)
     entropy, top1 = (None if x is None else x.view(shape) for x in (made.entropy, made.top1))
     return LossOutputs(loss, made.lse.view(shape), made.log_prob.view(call.ids.shape), entropy, correct, top1, *more)
 
@@ -216,7 +216,7 @@ def _forward_of_shards(call: LinearCrossEntropyCall) -> LinearCrossEntropyTriton
             loss = reduce_losses(whole.loss, number, _divisor(call, number), mean=options.reduction == "mean")
         out = LossOutputs(loss, whole.lse.view(call.leading), whole.log_prob.view(call.ids.shape))
     else:
-        out = LossOutputs(*LOSS.stated(call, _outputs_of_shards, *known))
+        out = LossOutputs(*stated_on(call, _outputs_of_shards, *known))
     return LinearCrossEntropyTritonOutputs(out, saved)
 
 
@@ -251,7 +251,7 @@ def _forward_of_labels(call: LinearCrossEntropyCall, config: TritonPlan, saved: 
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     out = call.empty_outputs(kernels=True, reduced=False)
     labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing), out)
-    return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
+    return out._replace(loss=stated_on(call, _reduced, out.loss))
 
 
 def _forward_of_labels_of_shard(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
@@ -281,7 +281,7 @@ def _gradients_of_labels(kept: LinearCrossEntropyTritonKept, grad_loss: Tensor, 
 
     call, saved, shards_of = dense.local(kept.call), kept.saved, kept.call.shards
     options, factor = dense.for_kernels(call.options, shards_of)
-    row = LOSS.stated(kept.call, _rows, grad_loss)
+    row = stated_on(kept.call, _rows, grad_loss)
     assert kept.mass is not None
     mass, hidden_sum = kept.mass.reshape(-1), None
     if shards_of.there:

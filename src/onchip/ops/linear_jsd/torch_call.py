@@ -14,8 +14,8 @@ from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd import JsdOptions
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
-from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import parallel
+from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
 

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.frontend.torch_register import Made, Operator, Wanted, stated_on
 from onchip.ops.linear_log_probs import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_call import LogProbsPlainOutputs, asked_by, gradient_by_outputs
-from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows import walk
 from onchip.vocab.rows.call import RowsCall
 from onchip.vocab.rows.launches import shares_of_ids
 from onchip.vocab.torch import tiles
+from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.torch.tiles import Ids
 
@@ -72,7 +72,7 @@ def _gradients(kept: LogProbsRowsKept, upstream: Made, wanted: Wanted) -> Made:
     call, tokens = kept.call, None
     out = stated.empty_like(call.logits)
     if call.kernels:
-        gradient = TokenGradient(*LOG_PROBS.stated(call, _of_all_tokens, *kept[1:], *upstream))
+        gradient = TokenGradient(*stated_on(call, _of_all_tokens, *kept[1:], *upstream))
     else:
         tokens = call.tokens(check_values=False)
         gradient, _ = gradient_by_outputs(kept, upstream, tokens)

@@ -15,8 +15,8 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs import OP, LogProbsOptions
-from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import tiles, walk
+from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.call import OF_LAYER, LinearCall
 from onchip.vocab.torch.loss import factor_to_product
 from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, token_gradient
