@@ -195,11 +195,11 @@ CALLS = calls()
 
 # What the Triton kernels run, and the operator that runs it there, with its backward.
 BY_KERNELS = {
-    "cross_entropy": "cross_entropy_of_logits",
-    "cross_entropy dense": "cross_entropy_of_logits",
-    "cross_entropy of shards": "cross_entropy_of_logits",
-    "cross_entropy top-k": "cross_entropy_of_logits",
-    "cross_entropy top-k of shards": "cross_entropy_of_logits",
+    "cross_entropy": "cross_entropy_by_rows",
+    "cross_entropy dense": "cross_entropy_by_rows",
+    "cross_entropy of shards": "cross_entropy_by_rows",
+    "cross_entropy top-k": "cross_entropy_by_rows",
+    "cross_entropy top-k of shards": "cross_entropy_by_rows",
     "grouped_matmul swiglu": "grouped_matmul",
     "jsd": "jsd_by_kernels",
     "linear_cross_entropy": "linear_cross_entropy_by_triton",
@@ -211,8 +211,8 @@ BY_KERNELS = {
     "linear_jsd beta=0.3 of shards": "jsd_by_kernels",
     "linear_log_probs": "linear_log_probs_by_triton",
     "linear_log_probs of shards": "linear_log_probs_by_triton",
-    "log_probs": "log_probs_of_logits",
-    "log_probs of shards": "log_probs_of_logits",
+    "log_probs": "log_probs_by_rows",
+    "log_probs of shards": "log_probs_by_rows",
 }
 
 

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fake_cuda
 from every_loss import refused_after_failures
 from losses import plan_in_forward
-from onchip.ops.linear_cross_entropy import torch_call, torch_op
+from onchip.ops.linear_cross_entropy import torch_op
 from onchip.torch import cross_entropy, linear_cross_entropy
-from onchip.vocab.torch import parallel
+from onchip.vocab.torch import operator, parallel
 
 # More than the calls after which something may be taken for known.
 TIMES = 5
@@ -235,7 +235,7 @@ def ranks_exchange_in_every_call(device):
         with pytest.MonkeyPatch.context() as patch:
             for module, name in ((parallel, "begin_gather"), (parallel, "begin_sum"), (torch_op, "localized")):
                 patch.setattr(module, name, spied(getattr(module, name)))
-            patch.setattr(torch_call, "require_agreement", lambda *_, **__: None)
+            patch.setattr(operator, "require_agreement", lambda *_, **__: None)
             for planned, gathers in ((plan_in_forward, 2), (nullcontext, 1)):
                 with planned():
                     for i in range(TIMES):

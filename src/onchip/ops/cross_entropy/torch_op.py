@@ -37,7 +37,7 @@ from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, Target, WithStats
 from onchip.ops.cross_entropy import OP, CrossEntropyOptions
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, check_inplace
-from onchip.ops.cross_entropy.torch_loss import LOSS
+from onchip.ops.cross_entropy.torch_loss import ROWS
 from onchip.vocab.rows.launches import layout_refusal, refusal
 from onchip.vocab.torch.labels import parts_of
 from onchip.vocab.torch.loss import Weights, returned
@@ -233,7 +233,7 @@ def cross_entropy(
         labels=numbers,
         kind=kind,
     )
-    return returned(LOSS(call).out, options, kind)
+    return returned(ROWS(call).out, options, kind)
 
 
 def _refusal(logits: Tensor, numbers: Tensor | None, kind: str) -> str | None:

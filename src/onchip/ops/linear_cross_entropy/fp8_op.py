@@ -19,10 +19,10 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import scale_stash
 from onchip.frontend.torch_inputs import DTYPES, torch_refusal
 from onchip.frontend.torch_parallel import Shards
-from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy import OP, LinearCrossEntropyOptions
-from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
+from onchip.ops.linear_cross_entropy.torch_call import LOSS, LinearCrossEntropyCall
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.fp8.torch import LogitsCall
@@ -30,9 +30,12 @@ from onchip.vocab.fp8.walk import QUANTIZERS, SCALE, Parts, products_of
 from onchip.vocab.rows.launches import flat
 from onchip.vocab.torch import dense, parallel
 from onchip.vocab.torch import labels as labels_of
-from onchip.vocab.torch.loss import LossOutputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.call import DIFFERENTIABLE
+from onchip.vocab.torch.loss import LossOutputs, loss_gradient, scaled_rows
+from onchip.vocab.torch.operator import LossMade, check_ranks
 from onchip.vocab.torch.softmax import Asked, Running, TokenStats
 from onchip.vocab.torch.tiles import Tokens
+from onchip.vocab.torch.tiles import divisor as divisor_of
 
 
 def check_options(options: LinearCrossEntropyOptions, *, grad_bias: bool) -> None:
@@ -64,13 +67,6 @@ class Fp8Call(NamedTuple):
     backend: str
 
 
-class Fp8Outputs(NamedTuple):
-    """The operator's outputs."""
-
-    out: LossOutputs
-    parts: Parts
-
-
 class LinearCrossEntropyFp8Kept(NamedTuple):
     """What forward keeps for backward; not the weight, whose products are all computed in forward."""
 
@@ -88,9 +84,10 @@ class LinearCrossEntropyFp8Kept(NamedTuple):
     rows: int  # of its weight, padding among them
 
 
-def _forward(arguments: Fp8Call) -> Fp8Outputs:
+def _forward(arguments: Fp8Call) -> LossMade[LossOutputs, Parts]:
     call, backend = arguments.call, arguments.backend
-    call.check_ranks(partial(_check_own, arguments))
+    if call.shards.there:
+        check_ranks(LOSS, call, partial(_check_own, arguments))
     mine, check = parallel.local(call), call.options.check_inputs or not call.hidden.is_cuda
     tokens = call.tokens(check_values=check) if check or call.shards.there else None
     if not call.shards.there:
@@ -109,7 +106,7 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
     )
     if call.options.reduction != "none":
         out = out._replace(loss=softmax.loss.sum() / asked.divisor)
-    return Fp8Outputs(out, parts)
+    return LossMade(out, parts)
 
 
 def _check_own(arguments: Fp8Call) -> None:
@@ -155,9 +152,10 @@ def _logits_call(call: LinearCrossEntropyCall, tokens: Tokens | None) -> LogitsC
         options = replace(options, ignore_index=parallel.IGNORED)
         labels = labels[..., : shards.rows] if labels is not None and call.dense else labels
     elif kind == "ids":
-        divisor = call.divisor(ids != options.ignore_index)
+        divisor = divisor_of(OP, call.options.reduction, call.normalizer, ids != options.ignore_index)
     else:
-        divisor = call.divisor(torch.full((), call.number, dtype=torch.int64, device=ids.device))
+        number = torch.full((), call.number, dtype=torch.int64, device=ids.device)
+        divisor = divisor_of(OP, call.options.reduction, call.normalizer, number)
     return LogitsCall(
         ids.reshape((call.number, call.several) if kind == "probs" else (call.number,)).contiguous(),
         None if call.token_weight is None else flat(call.token_weight),
@@ -173,7 +171,7 @@ def _logits_call(call: LinearCrossEntropyCall, tokens: Tokens | None) -> LogitsC
 
 def _forward_of_shards(
     call: LinearCrossEntropyCall, mine: LinearCrossEntropyCall, source: walk.Source, tokens: Tokens, chunk: int
-) -> Fp8Outputs:
+) -> LossMade[LossOutputs, Parts]:
     """Each rank computes the statistics of its shard, and one all-gather gives those of the whole vocabulary.  From
     these each rank computes the gradient of its own logits.  The logits are kept in between if all tokens are one
     chunk, and otherwise computed again.
@@ -191,15 +189,15 @@ def _forward_of_shards(
         if there and any(call.grads):
             known = row, made.lse, made.log_prob, made.largest, made.mass
             walk.dense_gradients(source, parts, known, dense.Whole.of(call.vocab, call.class_weight), chunk)
-        return Fp8Outputs(dense.outputs_of(call, made, tokens), parts)
-    asked = asked_by(options, call.class_weight)
+        return LossMade(dense.outputs_of(call, made, tokens), parts)
+    asked = LOSS.asked(call)
     of_shard = asked._replace(class_weight=source.call.class_weight if asked.mean_logits else None)
     known_here, held = walk.statistics(source, of_shard, chunk) if there else (_nothing(tokens, shards, of_shard), [])
     stats = parallel.combine(OP, shards, known_here, tokens, of_shard, check_values=options.check_inputs)
     if there and any(call.grads):
         gradient = loss_gradient(options, row, stats.lse, stats.log_prob, shards.vocab, tokens)
         walk.gradients(source, parts, parallel.gradient_of_shard(gradient, shards), held, chunk)
-    return Fp8Outputs(LossOutputs.of(call, stats, tokens), parts)
+    return LossMade(LossOutputs.of(call, stats, tokens), parts)
 
 
 def _nothing(tokens: Tokens, shards: Shards, asked: Asked) -> TokenStats:
@@ -208,18 +206,18 @@ def _nothing(tokens: Tokens, shards: Shards, asked: Asked) -> TokenStats:
     return Running.empty(here.ids, torch.float32).stats(here, 1, asked)
 
 
-def _fake(arguments: Fp8Call) -> Fp8Outputs:
+def _fake(arguments: Fp8Call) -> LossMade[LossOutputs, Parts]:
     call = arguments.call
     mine = parallel.local(call, fake=True)
     parts = Parts.empty(mine.hidden, mine.weight, call.grads)
     # What of labels of every entry is in no statistics is there where ranks have exchanged it, and else kernels'.
-    return Fp8Outputs(call.empty_outputs(kernels=not call.shards.there), parts)
+    return LossMade(LOSS.empty(call, not call.shards.there), parts)
 
 
-def _save(arguments: Fp8Call, made: Fp8Outputs) -> LinearCrossEntropyFp8Kept:
+def _save(arguments: Fp8Call, made: LossMade[LossOutputs, Parts]) -> LinearCrossEntropyFp8Kept:
     call, options = arguments.call, arguments.call.options
     return LinearCrossEntropyFp8Kept(
-        made.parts,
+        made.saved,
         call.hidden if call.grads[1] else None,
         call.ids if call.kind == "ids" else None,
         call.weight_grad_out,
@@ -308,15 +306,17 @@ def _weight_flops(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Want
     return 2 * len(kept.parts.columns) * kept.tokens * kept.shape[-1]
 
 
-LOSS: Operator[Any, Fp8Outputs] = Operator(
-    "linear_cross_entropy_by_fp8",
-    op=OP,
+FP8 = LOSS.operator(
+    "fp8",
+    Parts,
+    call=Fp8Call,
+    kept=LinearCrossEntropyFp8Kept,
     forward=_forward,
     fake=_fake,
     save=_save,
     gradients=_gradients,
     fake_gradients=_fake_gradients,
-    differentiable=("hidden", "weight", "bias"),
+    differentiable=DIFFERENTIABLE,
     adds_to={"weight": "weight_grad_out"},
     flops=_flops,
     gradient_flops=_weight_flops,

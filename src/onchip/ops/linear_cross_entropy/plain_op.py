@@ -4,7 +4,6 @@
 for an upstream gradient of 1.  The computation is in `vocab.torch`.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_cross_entropy import OP
-from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
-from onchip.vocab.torch import dense, walk
-from onchip.vocab.torch.call import OF_LAYER
-from onchip.vocab.torch.loss import LossOutputs, asked_by, gradient_of_loss, loss_gradient, scaled_rows
+from onchip.frontend.torch_register import Made, Wanted
+from onchip.ops.linear_cross_entropy.torch_call import LOSS, LinearCrossEntropyCall
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.call import DIFFERENTIABLE
+from onchip.vocab.torch.loss import LossOutputs, loss_gradient, scaled_rows
+from onchip.vocab.torch.operator import LossMade, products
 from onchip.vocab.torch.softmax import TokenGradient
 
 
@@ -29,68 +28,8 @@ class Stash(NamedTuple):
     grad_bias: Tensor | None = None
 
 
-class LinearCrossEntropyPlainOutputs(NamedTuple):
-    """What both operators return."""
-
-    out: LossOutputs
-    stash: Stash
-
-
-# 'recompute', and 'forward' where nothing needs a gradient.
-
-
-class LinearCrossEntropyPlainKept(NamedTuple):
-    """What 'recompute' keeps for backward."""
-
-    call: LinearCrossEntropyCall
-    lse: Tensor
-    log_prob: Tensor
-    largest: Tensor | None
-    mass: Tensor | None
-
-
-def _forward(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
-    call.check_ranks()
-    tokens = call.tokens(check_values=call.options.check_inputs)
-    if call.dense:
-        return LinearCrossEntropyPlainOutputs(dense.statistics(OP, call, tokens), Stash())
-    stats = walk.statistics(OP, call, tokens, asked_by(call.options, call.class_weight))
-    return LinearCrossEntropyPlainOutputs(LossOutputs.of(call, stats, tokens), Stash())
-
-
-def _fake(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
-    return LinearCrossEntropyPlainOutputs(call.empty_outputs(), Stash())
-
-
-def _save(call: LinearCrossEntropyCall, made: LinearCrossEntropyPlainOutputs) -> LinearCrossEntropyPlainKept:
-    return LinearCrossEntropyPlainKept(call, made.out.lse, made.out.log_prob, made.out.largest, made.out.mass)
-
-
-def _gradients(kept: LinearCrossEntropyPlainKept, upstream: Made, wanted: Wanted) -> Made:
-    call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
-    assert grad_loss is not None
-    tokens = call.tokens(check_values=False)
-    if call.dense:
-        return dense.gradients(call, tokens, kept, grad_loss)
-    gradient, grad_scale = gradient_of_loss(call, tokens, grad_loss, kept.lse, kept.log_prob)
-    return walk.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
-
-
-RECOMPUTED = Operator(
-    "linear_cross_entropy_by_recomputation",
-    op=OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save,
-    gradients=_gradients,
-    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
-    differentiable=("hidden", "weight", "bias"),
-    adds_to={"weight": "weight_grad_out"},
-    **OF_LAYER,
-)
-
-
-# 'stash'.
+ADDS_TO = {"weight": "weight_grad_out"}
+RECOMPUTED = products(LOSS, adds_to=ADDS_TO)
 
 
 class KeptStash(NamedTuple):
@@ -104,7 +43,7 @@ class KeptStash(NamedTuple):
     ignore_index: int
 
 
-def _stash(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
+def _forward(call: LinearCrossEntropyCall) -> LossMade[LossOutputs, Stash]:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
@@ -112,23 +51,22 @@ def _stash(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
         return loss_gradient(options, row[t0:t1], lse, log_prob, call.vocab, tokens.part(t0, t1))
 
     config = call.plan("stash", tokens)
-    asked = asked_by(options, call.class_weight)
-    stats, made = walk.stash(call, tokens, config, gradient, asked, grad_scale=grad_scale)
-    return LinearCrossEntropyPlainOutputs(LossOutputs.of(call, stats, tokens), Stash(*made))
+    stats, made = walk.stash(call, tokens, config, gradient, LOSS.asked(call), grad_scale=grad_scale)
+    return LossMade(LossOutputs.of(call, stats, tokens), Stash(*made))
 
 
-def _fake_stash(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
+def _fake(call: LinearCrossEntropyCall) -> LossMade[LossOutputs, Stash]:
     pairs, total = zip((call.hidden, call.weight, call.bias), call.grads, strict=True), accumulator(call.dtype)
     made = [x.new_empty(x.shape, dtype=total) if x is not None and wanted else None for x, wanted in pairs]
-    return LinearCrossEntropyPlainOutputs(call.empty_outputs(), Stash(*made))
+    return LossMade(LOSS.empty(call, False), Stash(*made))
 
 
-def _save_stash(call: LinearCrossEntropyCall, made: LinearCrossEntropyPlainOutputs) -> KeptStash:
+def _save(call: LinearCrossEntropyCall, made: LossMade[LossOutputs, Stash]) -> KeptStash:
     options = call.options
-    return KeptStash(made.stash, call.ids, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index)
+    return KeptStash(made.saved, call.ids, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index)
 
 
-def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
     (grad_loss,) = upstream
     assert grad_loss is not None
@@ -148,15 +86,16 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-STASHED = Operator(
-    "linear_cross_entropy_with_gradients",
-    op=OP,
-    forward=_stash,
-    fake=_fake_stash,
-    save=_save_stash,
-    gradients=_scaled_stash,
+STASHED = LOSS.operator(
+    "stash",
+    Stash,
+    kept=KeptStash,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
     fake_gradients=None,
-    differentiable=("hidden", "weight", "bias"),
-    adds_to={"weight": "weight_grad_out"},
+    differentiable=DIFFERENTIABLE,
+    adds_to=ADDS_TO,
     flops=lambda call: call.flops * (1 + call.grads[0] + call.grads[1]),
 )

@@ -354,9 +354,9 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any = call
     if chosen == "fp8":
-        operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
+        operator, arguments = fp8_op.FP8, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton" and (shards.rows > 0 or not shards.there):  # kernels have nothing to do in an empty shard
-        operator = triton_op.LOSS
+        operator = triton_op.KERNELS
     else:
         operator = plain_op.STASHED if call.require_memory() == "stash" else plain_op.RECOMPUTED
     # `operator(arguments)`, with one function less on the stack.

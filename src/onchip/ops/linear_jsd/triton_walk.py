@@ -81,9 +81,7 @@ def forward(
 
 def _reduced(call: JsdCall, losses: Tensor, number: Tensor) -> Tensor:
     """The loss, from that of each token, of which `number` aren't ignored."""
-    if call.options.reduction == "none":
-        return losses.view(call.shape)
-    return reduce_losses(losses, number, _divisor(call, number), mean=call.options.reduction == "mean")
+    return reduce_losses(losses.view(call.shape), number, _divisor(call, number), call.options.reduction)
 
 
 def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:

@@ -1,8 +1,6 @@
 """linear_log_probs, and log_probs for logits that exist already, for PyTorch: the public functions.
 
-They check their inputs and choose a backend.  A backend of linear_log_probs is an operator, in torch_call.py or
-triton_op.py.  log_probs has one, in rows_call.py, which reads the rows once and keeps a few numbers per token; backward
-reads them again and writes a new tensor.
+They check their inputs, choose a backend and call one of the operators of torch_call.py.
 """
 
 from typing import Any, Generic, NamedTuple, TypedDict, Unpack, overload
@@ -34,10 +32,15 @@ from onchip.ops.linear_log_probs import (
     Results,
     check_logits_shapes,
     check_shapes,
-    triton_op,
 )
-from onchip.ops.linear_log_probs.rows_call import LOG_PROBS, LogProbsRowsCall
-from onchip.ops.linear_log_probs.torch_call import BY_RECOMPUTATION, LogProbsCall, LogProbsOutputs
+from onchip.ops.linear_log_probs.torch_call import (
+    KERNELS,
+    PRODUCTS,
+    ROWS,
+    LogProbsCall,
+    LogProbsOutputs,
+    LogProbsRowsCall,
+)
 from onchip.vocab import memory
 from onchip.vocab.rows.launches import refusal as rows_refusal
 from onchip.vocab.torch.parallel import sent_bytes
@@ -250,10 +253,10 @@ def linear_log_probs(
         kernels=shards.there and chosen == "triton",
     )
     if chosen == "triton" and (shards.rows > 0 or not shards.there):  # kernels have nothing to do in an empty shard
-        return returned(options, triton_op.LOG_PROBS(call).out)
+        return returned(options, KERNELS(call).out)
     strategy = "recompute" if any(call.grads) else "forward"
     memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    return returned(options, BY_RECOMPUTATION(call).out)
+    return returned(options, PRODUCTS(call).out)
 
 
 @overload
@@ -363,9 +366,15 @@ def log_probs(
     )
     chosen = choose_torch_backend(LOGITS_OP, backend, logits.device, rows_refusal(logits))
     call = LogProbsRowsCall(
-        logits, ids, token_temperature, options, shards or WHOLE, chosen == "triton", needed(logits)
-    )  # fmt: skip
-    return returned(options, LOG_PROBS(call).out)
+        logits=logits,
+        ids=ids,
+        token_temperature=token_temperature,
+        options=options,
+        shards=shards or WHOLE,
+        kernels=chosen == "triton",
+        grads=needed(logits),
+    )
+    return returned(options, ROWS(call).out)
 
 
 def returned(options: LogProbsOptions, made: LogProbsOutputs) -> Tensor | LogProbs:
@@ -373,5 +382,5 @@ def returned(options: LogProbsOptions, made: LogProbsOutputs) -> Tensor | LogPro
     asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):
         return made.log_prob
-    more: Any = (x if wanted else None for x, wanted in zip(made[1:], asked, strict=True))
+    more: Any = (x if wanted else None for x, wanted in zip(made[1:6], asked, strict=True))
     return LogProbs(made.log_prob, *more)

@@ -8,45 +8,46 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES
-from onchip.frontend.torch_parallel import Shards
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory
 from onchip.vocab.torch import parallel
+from onchip.vocab.torch.call import VocabCall
+from onchip.vocab.torch.dense import SENT
 from onchip.vocab.torch.tiles import Ids, flatten
 
 
-@dataclass(frozen=True)
-class RowsCall:
-    """Logits, and the ids whose probabilities are asked for; an op adds its own arguments.
-
-    If the vocabulary is sharded over ranks, the logits are this rank's columns, and everything else is for the whole
-    vocabulary.
-    """
+@dataclass(frozen=True, kw_only=True)
+class RowsCall(VocabCall):
+    """What a loss asks about logits that exist."""
 
     logits: Tensor  # [..., V]
-    ids: Tensor  # [...] or [..., K]
-    token_temperature: Tensor | None  # [...] or []
-    options: Any  # the op's own
-    shards: Shards
-    """This rank's part of the vocabulary; `WHOLE` if it has all."""
-    kernels: bool
-    """Whether ranks run Triton's kernels, which take ignored tokens too."""
     grads: tuple[bool, ...]  # of logits
 
-    @property
-    def number(self) -> int:
-        """T, the number of tokens."""
-        return math.prod(self.logits.shape[:-1])  # (numel() of symbols is a number)
+    given = property(lambda self: self.logits)
+    leading = property(lambda self: self.logits.shape[:-1])
 
     @property
-    def several(self) -> int:
-        """K, the ids per token; 1 if ids have no dimension for it."""
-        return self.ids.shape[-1] if self.ids.ndim == self.logits.ndim else 1
+    def dtype(self) -> torch.dtype:
+        """The logits' dtype."""
+        return self.logits.dtype
 
     @property
     def vocab(self) -> int:
-        """V over all ranks, the range of ids."""
         return self.shards.vocab if self.shards.there else self.logits.shape[-1]
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.logits.shape[:-1])  # (numel() of symbols is a number)
+
+    @property
+    def of_ranks(self) -> dict[str, Any]:
+        """What is compared over ranks, as `require_agreement` takes it."""
+        return {"split": {"logits": self.logits}}
+
+    @property
+    def sizes(self) -> Any:
+        """The sizes that all ranks must have in common."""
+        return self.leading, self.dtype
 
     @property
     def mine(self) -> Tensor:
@@ -66,28 +67,9 @@ class RowsCall:
         return torch.float32
 
     @property
-    def ignored(self) -> bool:
-        """Whether an id may be the options' ignore_index."""
-        return True
-
-    @property
     def of_targets(self) -> bool:
         """Whether each token has one id, whose statistics have kernels of their own."""
         return False
-
-    @property
-    def of_op(self) -> dict[str, Any]:
-        """The problem's fields that the op knows."""
-        raise NotImplementedError
-
-    @property
-    def sent(self) -> int:
-        """How many numbers of each token ranks exchange, as `parallel.sent_bytes` counts them."""
-        return self.several
-
-    def tokens(self, *, check_values: bool) -> Any:
-        """Which tokens and ids count; values are always checked on the CPU, unless kernels run."""
-        raise NotImplementedError
 
     def problem(self, tokens: Ids | None = None) -> memory.RowsProblem:
         """The problem that plans are made for; kernels need no `tokens`."""
@@ -95,6 +77,9 @@ class RowsCall:
         gathered = of_op.pop("gathered", False) or flatten(mine) is None
         if tokens is not None and tokens.index is not None:
             gathered = gathered or mine.dtype != tokens.dtype
+        sent = 0
+        if self.shards.there:
+            sent = parallel.sent_bytes(self.number, SENT if self.dense else self.several, self.shards, mine)
         given: dict[str, Any] = {
             "tokens": self.number,
             "vocab": mine.shape[-1],
@@ -104,7 +89,7 @@ class RowsCall:
             "softcap": self.options.softcap is not None,
             "gathered": gathered,
             "triton": self.kernels,
-            "sent": parallel.sent_bytes(self.number, self.sent, self.shards, mine) if self.shards.there else 0,
+            "sent": sent,
         }
         return memory.RowsProblem(**given, **of_op)
 

@@ -248,13 +248,22 @@ def count_targets(target: Tensor, ignore_index: int) -> Tensor:
     return out
 
 
-def reduce_losses(losses: Tensor, number: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
+def reduce_losses(losses: Tensor, number: Tensor | None, divisor: Tensor | None, reduction: str) -> Tensor:
     """[] float32: the sum of losses, or their mean: divided by `divisor` or else by `number`, [1] int32, if that is not
-    0.
+    0; with "none" the losses.
     """
+    if reduction == "none":
+        return losses
     from onchip.vocab.rows import triton as triton_rows
 
     losses, out = losses.reshape(-1), stated.empty((), torch.float32, losses.device)
-    given = {"loss": losses, "number": number, "divisor": divisor, "out": out, "T": len(losses), "MEAN": mean}
+    given = {
+        "loss": losses,
+        "number": number,
+        "divisor": divisor,
+        "out": out,
+        "T": len(losses),
+        "MEAN": reduction == "mean",
+    }
     Launch(triton_rows.reduce_losses, (1,), {**given, "BLOCK": 4096}, warps=8).run()
     return out

@@ -66,7 +66,7 @@ def _given_ids(call: RowsCall) -> Tensor:
     """Ids of the whole vocabulary as kernels take them: those that are the options' ignore_index are ignored.  If none
     is to be ignored, ids that equal ignore_index become -1, which is out of range.
     """
-    return call.ids if call.ignored else stated.call(_none_ignored, call.ids, call.options.ignore_index)
+    return call.ids if call.kind == "ids" else stated.call(_none_ignored, call.ids, call.options.ignore_index)
 
 
 def _none_ignored(ids: Tensor, ignore_index: int) -> Tensor:

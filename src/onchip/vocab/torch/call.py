@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import memory
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.memory import Problem
+from onchip.vocab.torch import labels
 from onchip.vocab.torch.tiles import Ids, Projection
 
 
@@ -85,49 +87,95 @@ def gradient_flops(kept: Any, upstream: Sequence[Tensor | None], wanted: Sequenc
     return flops
 
 
-OF_LAYER: dict[str, Any] = {"flops": attrgetter("flops"), "gradient_flops": gradient_flops}
-"""How an operator that keeps its `LinearCall` registers the operations of its products."""
+DIFFERENTIABLE = ("hidden", "weight", "bias")
+OF_LAYER: dict[str, Any] = {
+    "differentiable": DIFFERENTIABLE,
+    "flops": attrgetter("flops"),
+    "gradient_flops": gradient_flops,
+}
+"""What an operator that keeps its `LinearCall` registers: what has a gradient, and the operations of its products."""
 
 
-@dataclass(frozen=True)
-class LinearCall(Layer):
-    """The layer, and the ids whose probabilities are asked for; an op adds its own arguments.
+@dataclass(frozen=True, kw_only=True)
+class VocabCall:
+    """What a loss asks about logits; an op adds its own options, and what follows from them.
 
-    If the vocabulary is sharded over ranks, the layer and hidden states are this rank's; ids and everything else are
-    for the whole vocabulary and all tokens.
+    If the vocabulary is sharded over ranks, the logits or the layer and hidden states are this rank's; ids and
+    everything else are for the whole vocabulary and all tokens.
     """
 
     ids: Tensor  # [...] or [..., K]
     token_temperature: Tensor | None  # [...] or []
     options: Any  # the op's own
-    copied: int
-    """Bytes of the copies of inputs whose strides don't suit."""
-    compiled: bool
-    """Whether its sizes may have been symbols (of torch.compile) when it was made."""
     shards: Shards
     """This rank's part of the vocabulary; `WHOLE` if it has all."""
     kernels: bool
-    """Whether ranks run kernels, which take ignored tokens too; False for a whole vocabulary."""
+    """Whether Triton's kernels, which take ignored tokens too, run for logits that exist, or on ranks; False for a
+    layer with a whole vocabulary."""
+    labels: Tensor | None = None
+    """As in `labels`; if every entry has a label, this rank has those of its part of the vocabulary."""
+    kind: str = "ids"
+    token_weight: Tensor | None = None  # [...]
+    normalizer: Tensor | None = None  # []
+    class_weight: Tensor | None = None  # [V] in the dtype of sums, contiguous; None where token_weight has it
+
+    op: ClassVar[str]
+    """The name that errors begin with."""
+    given: ClassVar[Any]
+    """[..., H] or [..., V]: the hidden states, or the logits."""
+    vocab: ClassVar[Any]
+    """V over all ranks, the range of ids."""
+    number: ClassVar[Any]
+    """T, over all ranks if each has the hidden states of some tokens."""
+    of_op: ClassVar[Any]
+    """A dictionary: the problem's fields that the op knows."""
 
     @property
-    def vocab(self) -> int:
-        """V over all ranks, the range of ids."""
-        return self.shards.vocab if self.shards.there else self.weight.shape[0]
-
-    @property
-    def number(self) -> int:
-        """T, over all ranks if each has the hidden states of some tokens."""
-        return math.prod(self.ids.shape[: self.hidden.ndim - 1])  # (numel() of symbols is a number)
+    def dense(self) -> bool:
+        """Whether every entry has a label."""
+        return self.kind == "dense"
 
     @property
     def several(self) -> int:
         """K, the ids per token; 1 if ids have no dimension for it."""
-        return self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
+        return self.ids.shape[-1] if self.ids.ndim == self.given.ndim else 1
 
     @property
     def leading(self) -> torch.Size:
         """The dimensions of all tokens."""
-        return torch.Size(self.shards.whole_shape(self.hidden.shape)[:-1])
+        return torch.Size(self.shards.whole_shape(self.given.shape)[:-1])
+
+    def tokens(self, *, check_values: bool) -> Any:
+        """Which tokens and ids count; values are always checked on the CPU, unless kernels run."""
+        return labels.tokens(self.op, self, check_values=check_values, compact=not self.kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCall(VocabCall, Layer):
+    """The same about the logits of a linear layer."""
+
+    copied: int
+    """Bytes of the copies of inputs whose strides don't suit."""
+    compiled: bool
+    """Whether its sizes may have been symbols (of torch.compile) when it was made."""
+    weight_grad_out: Tensor | None = None  # [V, H] in the dtype of sums; used in backward
+
+    given = property(lambda self: self.hidden)
+    of_kernels: ClassVar[Any] = MappingProxyType({})
+    """A dictionary: fields of the problem beside, where Triton's kernels run."""
+
+    @property
+    def vocab(self) -> int:
+        return self.shards.vocab if self.shards.there else self.weight.shape[0]
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.ids.shape[: self.hidden.ndim - 1])  # (numel() of symbols is a number)
+
+    @property
+    def of_ranks(self) -> dict[str, Any]:
+        """What is compared over ranks, as `require_agreement` takes it; and the sizes that all have in common."""
+        return {"split": {"weight": self.weight}, "hidden": {"hidden": self.hidden}}
 
     @property
     def sizes(self) -> Any:
@@ -152,15 +200,6 @@ class LinearCall(Layer):
     def _adds_nothing(self) -> bool:
         return self.kernels and self.shards.rows == 0
 
-    @property
-    def of_op(self) -> dict[str, Any]:
-        """The problem's fields that the op knows."""
-        raise NotImplementedError
-
-    def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
-        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there."""
-        raise NotImplementedError
-
     def problem(self, device: str = "", **more: Any) -> Problem:
         """The problem, with what the call and its op know."""
         more = {**self.of_op, "sharded": self.shards.there, **more}
@@ -172,7 +211,10 @@ class LinearCall(Layer):
         return memory.plan(problem, strategy, self.budget)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Memory for the gradients in their parameters' dtypes, not yet filled."""
+        """Memory for the gradients in their parameters' dtypes, not yet filled; None for one that is added to the
+        caller's.
+        """
+        wanted = wanted[0], wanted[1] and self.weight_grad_out is None, wanted[2]
         return tuple(
             stated.empty_like(x) if x is not None and want else None
             for x, want in zip((self.hidden, self.weight, self.bias), wanted, strict=True)

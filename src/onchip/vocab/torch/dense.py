@@ -24,7 +24,7 @@ from onchip.vocab import loss as maths
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.torch import labels, parallel, walk
 from onchip.vocab.torch.loss import LossOutputs, reduced, scaled_rows
-from onchip.vocab.torch.softmax import Asked, Running, TokenStats
+from onchip.vocab.torch.softmax import Asked, KnownStats, Running, TokenStats
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, flatten, spans, temperature_of
 
 # What each token sends with return_stats, label smoothing and all: what `parallel.sent_bytes` takes for K.
@@ -68,9 +68,10 @@ def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> LossOutputs:
     )  # fmt: skip
 
 
-def known_of(kept: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def known_of(kept: KnownStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arguments of `dense_gradient` from lse on, for all tokens, from the outputs that are kept."""
-    lse, log_prob, largest, mass = (x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.largest, kept.mass))
+    known: Any = (kept.lse, kept.log_prob, kept.largest, kept.mass)
+    lse, log_prob, largest, mass = (x.reshape(-1) for x in known)
     return lse, log_prob[:, None], largest[:, None], mass
 
 
@@ -107,12 +108,13 @@ def local(call: Any) -> Any:
     )
 
 
-def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.Gradients:
+def gradients(call: Any, tokens: Tokens, kept: KnownStats, grad_loss: Tensor | None) -> walk.Gradients:
     """The gradients of a layer, from what is kept of its `LossOutputs` and the upstream gradient of the reduced
     loss.
     """
     options, shards, mine, known = call.options, call.shards, local(call), known_of(kept)
     layer, out, whole = mine.layer, mine.weight_grad_out, Whole.of(call.vocab, call.class_weight)
+    assert grad_loss is not None
     each = tokens.upstream(grad_loss, options.reduction)
     row, grad_scale = scaled_rows(tokens, options, each, call.operand, known[-1])
     config, vocab = _plan(mine, tokens), layer.vocab

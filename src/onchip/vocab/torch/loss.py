@@ -13,10 +13,19 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_inputs import accumulator, has_values
+from onchip.frontend.torch_register import stated_on
 from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab import loss as maths
 from onchip.vocab.torch import labels
-from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, shares_of_ids
+from onchip.vocab.torch.softmax import (
+    Asked,
+    KnownStats,
+    Shares,
+    TokenGradient,
+    TokenStats,
+    float16_scale,
+    shares_of_ids,
+)
 from onchip.vocab.torch.tiles import Ids, Tokens
 
 
@@ -132,9 +141,17 @@ class LossOutputs(NamedTuple):
         )  # fmt: skip
 
     @staticmethod
-    def of(call: Any, stats: TokenStats, tokens: Tokens) -> "LossOutputs":
-        """The outputs for ids, given the statistics of the whole vocabulary."""
+    def of(call: Any, stats: TokenStats, tokens: Tokens | None) -> "LossOutputs":
+        """The outputs for ids, given the statistics of the whole vocabulary; without tokens, those of all T as kernels
+        made them, with ignored ones filled in.
+        """
         options, shape = call.options, labels.leading(call)
+        if tokens is None:
+            by_token = stats.lse, stats.log_prob, stats.argmax, stats.entropy, stats.uniform
+            loss, correct, *more = stated_on(call, _results, *by_token)
+            entropy, argmax = (None if x is None else x.view(shape) for x in (stats.entropy, stats.argmax))
+            lse, log_prob = stats.lse.view(shape), stats.log_prob.view(call.ids.shape)
+            return LossOutputs(loss, lse, log_prob, entropy, correct, argmax, *more)
 
         def spread(x: Tensor | None, fill: int = 0) -> Any:
             return None if x is None else tokens.spread(x, shape, fill)
@@ -151,6 +168,11 @@ class LossOutputs(NamedTuple):
         correct = stats.argmax == tokens.ids.gather(1, q.argmax(1, keepdim=True))[:, 0]
         logit = torch.where(mass == 0, 0, expected + mass * stats.lse)
         return made._replace(correct=spread(correct), expected=spread(expected), target_logit=spread(logit))
+
+    @property
+    def known(self) -> KnownStats:
+        """What backward needs."""
+        return KnownStats(self.lse, self.log_prob, largest=self.largest, mass=self.mass)
 
     @property
     def of_id(self) -> dict[str, Tensor | None]:
@@ -170,6 +192,14 @@ class LossOutputs(NamedTuple):
             log_prob, logit = self.log_prob, stated.call(torch.add, self.log_prob, self.lse)
         made: Any = (self.lse, log_prob, *self[3:6], logit)  # none of it is None then
         return LossStats(*made)
+
+
+def _results(call: Any, *tensors: Any) -> list[Any]:
+    """The outputs that aren't among these statistics."""
+    lse, log_prob, argmax, entropy, uniform = tensors
+    stats = TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None)
+    made = LossOutputs.of(call, stats, call.tokens(check_values=False))
+    return [made.loss, made.correct, made.expected, made.target_logit]
 
 
 def returned(out: LossOutputs, options: Any, kind: str, length: int | None = None) -> Tensor | WithStats:
@@ -205,6 +235,19 @@ def scaled_rows(
     return (row if grad_scale is None else row * grad_scale), grad_scale
 
 
+def reduced_of_all(call: Any, losses: Tensor) -> Tensor:
+    """As `reduced`, from all T tokens' losses without their weights; none is ignored."""
+    tokens = call.tokens(check_values=False)
+    return reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, labels.leading(call))
+
+
+def rows_of_all(call: Any, grad_loss: Tensor, tokens: Tokens | None = None) -> Tensor:
+    """[T] float32: `scaled_rows` of all tokens."""
+    tokens = tokens or call.tokens(check_values=False)
+    upstream = tokens.upstream(grad_loss, call.options.reduction)
+    return scaled_rows(tokens, call.options, upstream, torch.float32)[0]
+
+
 def factor_to_product(tokens: Ids, options: Any) -> Tensor | float:
     """[n], or one number for all: the derivative of final logits with respect to the product, without the softcap."""
     tau, scale = tokens.temperature, float(options.logit_scale)
@@ -214,7 +257,7 @@ def factor_to_product(tokens: Ids, options: Any) -> Tensor | float:
 def gradient_of_loss(
     call: Any,  # of a cross-entropy
     tokens: Tokens,
-    grad_loss: Tensor,
+    grad_loss: Tensor | None,
     lse: Tensor,  # [...] of all tokens, as forward made them
     log_prob: Tensor,
     shares: Shares = shares_of_ids,
@@ -222,6 +265,7 @@ def gradient_of_loss(
     """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is included in
     it.
     """
+    assert grad_loss is not None  # all depends on it
     each = tokens.upstream(grad_loss, call.options.reduction)
     row, grad_scale = scaled_rows(tokens, call.options, each, call.operand)
     known = tokens.take(lse.reshape(-1)), tokens.take(log_prob.reshape(tokens.total, -1 if tokens.total else 1))

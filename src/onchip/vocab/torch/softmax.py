@@ -41,7 +41,7 @@ class TokenStats(NamedTuple):
 
     lse: Tensor
     log_prob: Tensor  # [n, K]: of the ids; 0 for ignored ones, NaN for those out of range
-    argmax: Tensor  # int64: -1 where all logits are -inf
+    argmax: Any  # [n] int64: -1 where all logits are -inf; None: it wasn't followed
     entropy: Tensor | None
     mean: Tensor | None  # the logits' mean under their softmax
     mean_logits: Tensor | None  # their plain mean
@@ -52,8 +52,19 @@ class TokenStats(NamedTuple):
 
     def is_top1(self, tokens: Ids) -> Tensor:
         """[n] bool: the first id is the argmax."""
-        value = self.argmax == tokens.ids[:, 0]
+        value: Tensor = self.argmax == tokens.ids[:, 0]
         return value if tokens.bad is None else value & ~tokens.bad[:, 0]
+
+
+class KnownStats(NamedTuple):
+    """Those of a loss's outputs that backward needs, with the names that they have there."""
+
+    lse: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    mean: Tensor | None = None
+    largest: Tensor | None = None
+    mass: Tensor | None = None
 
 
 @dataclass

@@ -16,7 +16,7 @@ from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import rows_of
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.loss import LossOutputs
-from onchip.vocab.torch.softmax import Asked
+from onchip.vocab.torch.softmax import Asked, KnownStats
 from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.blocks import odd
 from onchip.vocab.triton.exchange import HiddenSum
@@ -36,14 +36,6 @@ class TritonSoftStats(NamedTuple):
     correct: Tensor | None
     argmax: Tensor | None
     target_logit: Tensor | None
-
-
-class KnownStats(NamedTuple):
-    """What forward hands to backward, [T] float32."""
-
-    lse: Tensor
-    less: Tensor  # the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
-    mass: Tensor  # the sum of the labels, smoothed and weighted
 
 
 def labels_of(values: Tensor | None, smoothing: float) -> Labels:
@@ -105,7 +97,7 @@ def backward(
     config: TritonPlan,
     saved: TritonSaved,
     labels: Labels,
-    known: KnownStats,
+    known: KnownStats,  # log_prob: the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
     row: Tensor,  # [T] float32: of each token's loss, times the derivative of the logits by the product
     wanted: Sequence[bool],
     *,
@@ -133,7 +125,7 @@ def backward(
             entry_label=stated.call(torch.full_like, row, -1, dtype=torch.int32),
             inverse_grad_scale=None if scale is None else stated.call(torch.reciprocal, scale),
             mass=known.mass,
-            less=known.less,
+            less=known.log_prob,
             more=stated.call(maths.slope_of_lse, run.loss_terms, known.lse),
         )
         products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)

@@ -19,10 +19,10 @@ from torch import Tensor
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
-from onchip.frontend.torch_register import Made, Wanted
+from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 from onchip.vocab.rows.launches import flat as flat
-from onchip.vocab.torch.call import OF_LAYER, Layer, LinearCall
+from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton.memory import TritonPlan
@@ -48,20 +48,20 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     return reason
 
 
-def plan(call: LinearCall, **more: Any) -> TritonPlan:
-    """The plan for a call, or for a fake one, whose sizes may be symbols; `more` are fields of the problem.
+def plan(call: LinearCall) -> TritonPlan:
+    """The plan for a call, or for a fake one, whose sizes may be symbols.
 
     A call that torch.compile traced without a budget gets a plan that needs no numbers; a budget turns the symbols into
     numbers, and needs a graph for each.
     """
     made: TritonPlan | None = vars(call).get("made_plan")  # what backward keeps of a call is asked for after forward
     if made is None:
-        made = vars(call)["made_plan"] = _plan(call, **more)
+        made = vars(call)["made_plan"] = _plan(call)
     return made
 
 
-def _plan(call: LinearCall, **more: Any) -> TritonPlan:
-    problem = call.problem("cuda", **more)
+def _plan(call: LinearCall) -> TritonPlan:
+    problem = call.problem("cuda", **call.of_kernels)
     if call.shards.most:  # each rank makes the plan of the one with the most rows
         problem = replace(problem, vocab=call.shards.most)
     if call.compiled and call.budget is None:
@@ -382,32 +382,9 @@ def in_memory(saved: TritonSaved, weight: Tensor, made: Tensor | None) -> tuple[
     return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
 
 
-def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
-    return *in_memory(kept.saved, kept.call.weight, made[1]), made[2]
-
-
-def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
-    new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
-    made: Made = kept.call.empty_gradients((False, new_weight, wanted[2]))
-    return made
-
-
 def clone(memory: Tensor) -> Tensor:
     """A copy for a backward pass that uses it up."""
     return stated.call(Tensor.copy_, aligned(memory, memory.shape, memory.dtype), memory)
-
-
-# How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place.
-IN_PLACE: dict[str, Any] = {
-    "differentiable": ("hidden", "weight", "bias"),
-    "states": True,
-    "by_token": ("hidden", "ids", "token_temperature", "token_weight", "labels", "probs"),
-    "consumed": ("hidden_memory", "weight_memory"),
-    "fake_gradients": fake_gradients,
-    "collect": collect,
-    "clone": clone,
-    **OF_LAYER,
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------- run

@@ -5,7 +5,7 @@ token's factor exp(shift - lse) corrects.  Hidden's gradient comes first, and is
 weight's products run.  If every rank has the same plan, forward may make the gradients chunk by chunk (`exchange`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_parallel import Shards
-from onchip.frontend.torch_register import Made, Wanted
+from onchip.frontend.torch_register import Wanted
 from onchip.vocab.torch import parallel
 from onchip.vocab.torch.softmax import Asked, TokenStats
 from onchip.vocab.torch.tiles import Ids
@@ -35,18 +35,10 @@ def of_shard(call: Any, header: Tensor | None = None) -> Any:
     return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=parallel.IGNORED))
 
 
-def _run(
-    mine: Any,
-    saved: TritonSaved,
-    class_weight: Tensor | None,
-    out: Tensor | None = None,
-    *,
-    weight: Tensor | None = None,  # that of `saved`
-) -> Any:
-    """The run for the shard's own call."""
+def _run(mine: Any, saved: TritonSaved, class_weight: Tensor | None, weight: Tensor, out: Tensor | None = None) -> Any:
+    """The run for the shard's own call; arguments from `weight` on as in `setup.make_run`."""
     shards: Shards = mine.shards
     part = parallel.class_weight_of_shard(class_weight, shards)
-    weight = saved.weight if weight is None else weight
     run = setup.make_run(mine, mine.options, saved.vectors, out, part, weight=weight)
     return replace(run, whole_vocab=shards.vocab, elsewhere=parallel.ELSEWHERE)
 
@@ -62,24 +54,24 @@ class Walked(NamedTuple):
 
 def walk(
     call: Any,
+    config: TritonPlan,
     asked: Asked,
     token_weight: Tensor | None = None,  # [T] float32
     divisor: Callable[[Tensor], Tensor | None] | None = None,  # of the loss, given how many tokens count
     *,
     exchanges: bool = False,  # also where gradients don't need it
-    **more: Any,  # fields of the problem
 ) -> Walked:
     """The shard's statistics, and what backward needs."""
     from onchip.vocab.triton import walks
     from onchip.vocab.triton.exchange import ShardExchange
 
-    shards, config, exchange = call.shards, plan(call, **more), None
+    shards, exchange = call.shards, None
     if config.in_forward or exchanges:
         ids = stated.converted(call.ids, lambda ids: ids.reshape(-1).to(torch.int64).contiguous())
         exchange = ShardExchange(shards, ids, token_weight)
     mine = of_shard(call, None if exchange is None else exchange.header)
     saved = setup.make_saved(mine, config)
-    run = _run(mine, saved, asked.class_weight)
+    run = _run(mine, saved, asked.class_weight, saved.weight)
     number = run.vectors.number
     # The argmax is followed with the entropy.
     followed = asked._replace(entropy=asked.entropy or asked.top, class_weight=None)
@@ -121,25 +113,17 @@ def combined(op: str, call: Any, known: TokenStats, tokens: Ids, asked: Asked) -
     return parallel.combine(op, call.shards, known, tokens, asked, check_values=call.options.check_inputs)
 
 
-def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, TritonSaved]:
-    """The statistics of every token over the whole vocabulary, and what backward needs; `more` are fields of the
-    problem.
-    """
-    walked = walk(call, asked, **more)
-    return combined(op, call, walked.known, tokens, asked), walked.saved
+def plan(call: Any) -> TritonPlan:
+    """The plan: the same in forward and backward, for a fake call, and for a whole vocabulary."""
+    return setup.plan(parallel.local(call, fake=True))
 
 
-def plan(call: Any, **more: Any) -> TritonPlan:
-    """The plan of `statistics`, also for a fake call."""
-    return setup.plan(parallel.local(call, fake=True), **more)
-
-
-def fake_saved(call: Any, **more: Any) -> TritonSaved:
-    """What `statistics` saves, not yet filled."""
+def fake_saved(call: Any) -> TritonSaved:
+    """What forward saves, not yet filled; for a whole vocabulary too."""
     mine = parallel.local(call, fake=True)
-    config = setup.plan(mine, **more)
+    config = setup.plan(mine)
     saved = setup.make_saved(mine, config, fake=True)
-    if config.in_forward and call.grads[0]:  # the sum over ranks is there, of this rank's tokens
+    if config.in_forward and call.shards.there and call.grads[0]:  # the sum over ranks is there, of this rank's tokens
         saved = saved._replace(hidden_memory=torch.empty_like(call.hidden, memory_format=torch.contiguous_format))
     return saved
 
@@ -151,11 +135,9 @@ def gradients(
     known: Any,  # TokenSoftmax, of the whole vocabulary
     upstream: Callable[[Any], tuple[Any, Tensor | None]],  # given the run: OutputGradients, and that of the losses' sum
     wanted: Wanted,
-    class_weight: Tensor | None = None,
-    weight_grad_out: Tensor | None = None,
-    scale: Tensor | None = None,  # of hidden's gradient that forward made
+    scale: Tensor | None,  # of hidden's gradient that forward made
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of this rank's tensors that are in no memory of forward's: see `collect`."""
+    """The gradients of this rank's tensors that are in no memory of forward's."""
     from onchip.vocab.triton import walks
     from onchip.vocab.triton.exchange import HiddenSum
     from onchip.vocab.triton.token_launches import scale_rounded
@@ -171,13 +153,13 @@ def gradients(
     else:
         hidden_sum = HiddenSum(shards)
     mine = of_shard(call)
-    out = None if weight_grad_out is None else weight_grad_out[: shards.rows]
-    run = _run(mine, saved, class_weight, out, weight=setup.weight_in_backward(mine, config, saved))
+    out = None if call.weight_grad_out is None else call.weight_grad_out[: shards.rows]
+    run = _run(mine, saved, call.class_weight, setup.weight_in_backward(mine, config, saved), out)
     by_output, factor = upstream(run)
     hidden, weight, bias = walks.backward(
         run, mine, config, saved, known, by_output, wanted, add_to=out, factor=factor, hidden_sum=hidden_sum
     )
-    if wanted[1] and weight_grad_out is None and weight is None and not _in_memory(call, saved):
+    if wanted[1] and out is None and weight is None and not in_memory(call, saved):
         weight = saved.weight_memory[: shards.rows]
     rows = len(call.weight)
     return hidden, padded(weight, rows), padded(bias, rows)
@@ -187,36 +169,6 @@ def padded(x: Tensor | None, rows: int) -> Tensor | None:
     return x if x is None or len(x) == rows else stated.call(parallel.padded, x, rows)
 
 
-def _in_memory(call: Any, saved: TritonSaved) -> bool:
+def in_memory(call: Any, saved: TritonSaved) -> bool:
     """Whether the weight's gradient is in forward's memory, which has no zeros for padding."""
-    return saved.weight_memory.numel() > 0 and len(call.weight) == call.shards.rows
-
-
-def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
-    """The gradients, from what `gradients` made, or `walks.backward` for a whole vocabulary."""
-    if not kept.call.shards.there:
-        return setup.collect(kept, made, wanted)
-    hidden, weight, bias = made
-    if kept.config.in_forward:
-        hidden = kept.saved.hidden_memory
-    if _in_memory(kept.call, kept.saved):
-        weight = kept.saved.weight_memory[: len(kept.call.weight)]
-    return hidden, weight, bias
-
-
-def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
-    """The gradients, not yet filled."""
-    if not kept.call.shards.there:
-        return setup.fake_gradients(kept, upstream, wanted)
-    new_weight = wanted[1] and not _in_memory(kept.call, kept.saved)
-    made: Made = kept.call.empty_gradients((wanted[0] and not kept.config.in_forward, new_weight, wanted[2]))
-    return made
-
-
-# How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place, the weight's of
-# a sharded vocabulary too.
-IN_PLACE: dict[str, Any] = setup.IN_PLACE | {
-    "fake_gradients": fake_gradients,
-    "collect": collect,
-    "exchanges": lambda call: call.shards.there,
-}
+    return saved.weight_memory.numel() > 0 and (not call.shards.there or len(call.weight) == call.shards.rows)
