@@ -28,7 +28,6 @@ from onchip.vocab.torch import dense, parallel, tiles
 from onchip.vocab.torch.loss import LossOutputs, reduced_of_all, rows_of_all
 from onchip.vocab.torch.operator import LossKept, LossMade, check_ranks
 from onchip.vocab.torch.softmax import Asked
-from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
 Outputs = LossMade[LossOutputs, RowsSaved]
 Kept = LossKept[CrossEntropyCall, RowsSaved]
@@ -173,7 +172,11 @@ def _write_by_every_entry(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
     call, known, options = kept.call, kept.known, kept.call.options
     if not call.kernels:
         walk.refuse_to_state(call)
-        _write_rows(kept, call.tokens(check_values=False), grad_loss, walk.without_padding(call, out))
+        tokens, into = call.tokens(check_values=False), torch_rows.Rows(walk.without_padding(call, out))
+        rows = rows_of_all(call, grad_loss, tokens), *dense.known_of(known)
+        given = torch_rows.Rows(call.mine), tokens, call.config(tokens), _labels_of_mine(call), rows
+        for start, stop, g, _ in dense.gradients_of_chunks(call, *given):
+            into.write(tokens, start, stop, g)
         return
     row = stated_on(call, rows_of_all, grad_loss)
     lse, less, mass = (None if x is None else x.reshape(-1) for x in (known.lse, known.log_prob, known.mass))
@@ -187,25 +190,6 @@ def _write_by_every_entry(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
                 "soft_gradients", call.mine, _labels_of_mine(call), mine, call.token_temperature, options, part,
                 lse=lse, less=less, mass=mass, row_factor=stated.converted(row, Tensor.contiguous),
             )  # fmt: skip
-
-
-def _write_rows(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
-    """Write the gradient of this rank's logits, a chunk of rows at a time."""
-    call, options, config = kept.call, kept.call.options, kept.call.config(tokens)
-    if out.numel() == 0:
-        return
-    row, labels = rows_of_all(call, grad_loss, tokens), _labels_of_mine(call)
-    part = parallel.class_weight_of_shard(call.class_weight, call.shards)
-    whole, vocab = dense.Whole.of(call.vocab, call.class_weight), config.vocab_chunk
-    source, into = torch_rows.Rows(call.mine), torch_rows.Rows(out)
-    tile = Tile(min(tokens.number, config.token_chunk) * vocab, tokens, slope=options.softcap is not None)
-    for start, stop in spans(tokens.number, config.token_chunk):
-        z, slope, _ = tile.cut(stop - start, vocab)
-        source.read(tokens, start, stop, z)
-        apply(options, z, temperature_of(tokens, start, stop), slope)
-        known = (x[start:stop] for x in (row, *dense.known_of(kept.known)))
-        g = dense.dense_gradient(options, z, slope, dense.rows_of(labels, start, stop), part, whole, *known)
-        into.write(tokens, start, stop, g)
 
 
 ROWS = operator.of_logits(

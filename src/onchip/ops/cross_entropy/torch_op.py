@@ -39,8 +39,7 @@ from onchip.ops.cross_entropy import OP, CrossEntropyOptions
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, check_inplace
 from onchip.ops.cross_entropy.torch_loss import ROWS
 from onchip.vocab.rows.launches import layout_refusal, refusal
-from onchip.vocab.torch.labels import parts_of
-from onchip.vocab.torch.loss import Weights, returned
+from onchip.vocab.torch.loss import LabelFields, returned
 
 # Best first: "auto" asks them in this order.
 BACKENDS = ("triton", "plain")
@@ -216,30 +215,23 @@ def cross_entropy(
         # int64 holds every ignore_index.
         target = following(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
-    ids, numbers, kind = parts_of(target, leading, soft=soft)
-    weights = Weights.of(OP, options, None if soft else ids, token_weight, normalizer, class_weight, logits.dtype)
-    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, numbers, kind))
+    weights = token_weight, normalizer, class_weight
+    given = LabelFields.of(OP, options, target, leading, *weights, logits.dtype, soft=soft)
+    chosen = choose_torch_backend(
+        OP, backend, logits.device, layout_refusal("target", given.of_entries) or refusal(logits)
+    )
     if inplace_backward:
         check_inplace(logits)
     call = CrossEntropyCall(
         logits=logits,
-        ids=ids,
         token_temperature=tau,
         options=options,
         shards=shards,
         kernels=chosen == "triton",
         grads=needed(logits),
-        **weights._asdict(),
-        labels=numbers,
-        kind=kind,
+        **given._asdict(),
     )
-    return returned(ROWS(call).out, options, kind)
-
-
-def _refusal(logits: Tensor, numbers: Tensor | None, kind: str) -> str | None:
-    """Why the Triton kernels can't serve a call."""
-    reason = layout_refusal("target", numbers) if numbers is not None and kind == "dense" else None
-    return reason or refusal(logits)
+    return returned(ROWS(call).out, options, given.kind)
 
 
 class CrossEntropyLoss(LossModule[Result]):

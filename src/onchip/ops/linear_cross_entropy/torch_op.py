@@ -57,8 +57,7 @@ from onchip.ops.linear_cross_entropy import (
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch.dense import SENT
-from onchip.vocab.torch.labels import parts_of
-from onchip.vocab.torch.loss import Weights, returned
+from onchip.vocab.torch.loss import LabelFields, returned
 from onchip.vocab.torch.parallel import sent_bytes, sent_numbers
 from onchip.vocab.triton import setup
 
@@ -317,15 +316,16 @@ def linear_cross_entropy(
         target = following(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
         copied = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
-    ids, numbers, kind = parts_of(target, leading, soft=soft)
-    weights = Weights.of(OP, options, None if soft else ids, token_weight, normalizer, class_weight, dtype)
+    weights = token_weight, normalizer, class_weight
+    given = LabelFields.of(OP, options, target, leading, *weights, dtype, soft=soft)
     chosen: str = precision
     if precision == "full":
-        refusal = _refusal(hidden, numbers, kind, dtype)
-        chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
+        device = hidden.device
+        refusal = layout_refusal("target", given.of_entries) or setup.refusal(device.type, device.index, dtype)
+        chosen = choose_torch_backend(OP, backend, device, refusal)
     copied += copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
     if shards.there:
-        several = 1 if numbers is None else SENT if kind == "dense" else numbers.shape[-1]
+        several = 1 if given.labels is None else SENT if given.kind == "dense" else given.labels.shape[-1]
         if chosen == "triton" and shards.most:
             # All ranks must make the same plan, so it leaves out what differs between them: copies, and the memory that
             # a layout of hidden states takes.
@@ -336,7 +336,6 @@ def linear_cross_entropy(
         hidden=hidden,
         weight=matrix,
         bias=bias,
-        ids=ids,
         token_temperature=tau,
         dtype=dtype,
         options=options,
@@ -346,10 +345,8 @@ def linear_cross_entropy(
         shards=shards,
         # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
         kernels=shards.there and chosen != "plain",
-        **weights._asdict(),
+        **given._asdict(),
         weight_grad_out=weight_grad_out,
-        labels=numbers,
-        kind=kind,
     )
     operator: Operator[Any, Any]
     arguments: Any = call
@@ -366,7 +363,7 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return returned(out, options, kind, length)
+    return returned(out, options, given.kind, length)
 
 
 def _check_options(options: LinearCrossEntropyOptions, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:
@@ -401,12 +398,6 @@ def _without_last(
         target = target[..., 1:, :]
     token_weight = None if token_weight is None else token_weight[..., 1:]
     return hidden[..., :-1, :], target, token_weight, tau if tau is None or tau.ndim == 0 else tau[..., :-1]
-
-
-def _refusal(hidden: Tensor, numbers: Tensor | None, kind: str, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels can't serve a call."""
-    reason = layout_refusal("target", numbers) if numbers is not None and kind == "dense" else None
-    return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 
 class LinearCrossEntropyLoss(LossModule[Result]):

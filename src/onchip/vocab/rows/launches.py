@@ -20,9 +20,9 @@ def refusal(logits: Tensor) -> str | None:
     return reason or layout_refusal("logits", logits)
 
 
-def layout_refusal(name: str, x: Tensor) -> str | None:
+def layout_refusal(name: str, x: Tensor | None) -> str | None:
     """Why the kernels can't read the rows of `x`, or None."""
-    if x.numel() == 0 or len(leading_dimensions(x)) <= 2:
+    if x is None or x.numel() == 0 or len(leading_dimensions(x)) <= 2:
         return None
     return (
         f"its {possessive(name)} leading dimensions must reduce to two with a constant stride each; got shape "

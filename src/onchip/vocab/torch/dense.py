@@ -12,6 +12,7 @@ Kernels take what smoothing adds for a part of the labels.  On a shard they spre
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,23 +114,16 @@ def gradients(call: Any, tokens: Tokens, kept: KnownStats, grad_loss: Tensor | N
     loss.
     """
     options, shards, mine, known = call.options, call.shards, local(call), known_of(kept)
-    layer, out, whole = mine.layer, mine.weight_grad_out, Whole.of(call.vocab, call.class_weight)
+    layer, out = mine.layer, mine.weight_grad_out
     assert grad_loss is not None
     each = tokens.upstream(grad_loss, options.reduction)
     row, grad_scale = scaled_rows(tokens, options, each, call.operand, known[-1])
-    config, vocab = _plan(mine, tokens), layer.vocab
-    n = tokens.number if vocab > 0 else 0
-    tile = Tile(min(n, config.token_chunk) * vocab, tokens, slope=options.softcap is not None, like=layer.hidden)
+    config = _plan(mine, tokens)
     into, summed = walk.Accumulated(layer, tokens, config.vocab_chunk, call.grads), None
-    for t0, t1 in spans(n, config.token_chunk):
-        z, slope, _ = tile.cut(t1 - t0, vocab)
-        read_logits(layer, tokens, t0, t1, z, config.vocab_chunk)
-        apply(options, z, temperature_of(tokens, t0, t1), slope)
-        part = (x[t0:t1] for x in (row, *known))
-        g = dense_gradient(options, z, slope, rows_of(mine.labels, t0, t1), mine.class_weight, whole, *part)
-        operand = tile.operand(g)
+    given = layer, tokens, config, mine.labels, (row, *known)
+    for t0, t1, g, operand in gradients_of_chunks(call, *given, like=layer.hidden):
         into.add_hidden(operand, t0, t1, 0)
-        if into.hidden is not None and t1 == n:
+        if into.hidden is not None and t1 == tokens.number:
             summed = parallel.start_sum(shards, into.hidden.view(mine.hidden.shape))
         into.add_weight(g, operand, tokens.rows(layer.hidden, t0, t1), t0, 0, into.weight)
     hidden = None if into.hidden is None else into.hidden.view(mine.hidden.shape)
@@ -147,6 +141,34 @@ def gradients(call: Any, tokens: Tokens, kept: KnownStats, grad_loss: Tensor | N
     if not shards.there:
         return tuple(made)
     return made[0], *(parallel.padded(x, len(call.weight)) for x in made[1:])
+
+
+def gradients_of_chunks(
+    call: Any,
+    source: Any,  # as `walk.forward` takes it
+    tokens: Tokens,
+    config: ChunkConfig,
+    labels: Tensor,  # [..., rows]
+    known: tuple[Tensor, ...],  # the arguments of `dense_gradient` from `row` on, for all tokens
+    like: Tensor | None = None,
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """The gradient of the source's logits, a chunk of tokens at a time: where that is, the gradient, and the same as
+    products with tensors `like` this one read it.
+    """
+    options, vocab = call.options, source.vocab
+    part, whole = (
+        parallel.class_weight_of_shard(call.class_weight, call.shards),
+        Whole.of(call.vocab, call.class_weight),
+    )
+    n = tokens.number if vocab > 0 else 0
+    tile = Tile(min(n, config.token_chunk) * vocab, tokens, slope=options.softcap is not None, like=like)
+    for t0, t1 in spans(n, config.token_chunk):
+        z, slope, _ = tile.cut(t1 - t0, vocab)
+        read_logits(source, tokens, t0, t1, z, config.vocab_chunk)
+        apply(options, z, temperature_of(tokens, t0, t1), slope)
+        rows = (x[t0:t1] for x in known)
+        g = dense_gradient(options, z, slope, rows_of(labels, t0, t1), part, whole, *rows)
+        yield t0, t1, g, tile.operand(g)
 
 
 class DenseSums(NamedTuple):

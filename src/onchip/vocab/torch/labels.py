@@ -7,28 +7,16 @@ fields and with `token_weight`, `normalizer`, `class_weight`, `token_temperature
 products, T as `number`, and V as `vocab`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.frontend import torch_prepared as stated
-from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_labels import check_log_probs, log_probs_or_nan
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.tiles import Tokens
-
-
-def parts_of(
-    target: Tensor | TopK[Tensor], leading: Sequence[int], *, soft: bool = True
-) -> tuple[Tensor, Tensor | None, str]:
-    """The fields, for a target that is ids or `soft` labels."""
-    if isinstance(target, TopK):
-        return target.indices, target.values, target.kind
-    return (stated.zeros(leading, torch.int64, target.device), target, "dense") if soft else (target, None, "ids")
 
 
 def several(call: Any) -> int:

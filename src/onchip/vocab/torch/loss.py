@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import accumulator, has_values
 from onchip.frontend.torch_register import stated_on
 from onchip.frontend.torch_types import LossStats, WithStats
@@ -43,36 +44,52 @@ def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: tor
     return each
 
 
-class Weights(NamedTuple):
-    """What a loss is weighted with, as operators take it."""
+class LabelFields(NamedTuple):
+    """A call's labels (see `labels`) and what its loss is weighted with."""
 
+    ids: Tensor
+    labels: Tensor | None
+    kind: str
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
     class_weight: Tensor | None  # [V] in the dtype of sums; None: there is none, or token_weight has it
+
+    @property
+    def of_entries(self) -> Tensor | None:
+        """[..., V]: the labels, if every entry has one."""
+        return self.labels if self.kind == "dense" else None
 
     @staticmethod
     def of(
         op: str,
         options: Any,
-        target: Tensor | None,  # None of soft labels, whose class weights are a part of them
+        target: Tensor | TopK[Tensor],
+        leading: Sequence[int],
         token_weight: Tensor | None,
         normalizer: Tensor | None,
         class_weight: Tensor | None,
         dtype: torch.dtype,
-    ) -> "Weights":
-        """From what a public function was given, and the dtype of its logits or its linear layer."""
-        if class_weight is None:
-            return Weights(token_weight, normalizer, None)
-        each = checked_class_weight(op, options, class_weight, dtype)
-        if target is None:
-            return Weights(token_weight, normalizer, each)
-        of_target = stated.call(_of_target, each, target, options.ignore_index)
-        if options.reduction == "mean" and normalizer is None:
-            normalizer = stated.call(_sum_or_one, of_target)
-        if not options.in_token_weight:
-            return Weights(token_weight, normalizer, each)
-        by_token = of_target if token_weight is None else stated.call(torch.mul, token_weight, of_target)
-        return Weights(by_token, normalizer, None)
+        *,
+        soft: bool,
+    ) -> "LabelFields":
+        """From what a public function was given, for tokens of these `leading` dimensions, and the dtype of its logits
+        or its linear layer; `soft`: the target isn't ids.
+        """
+        ids, labels, kind = target, None, "ids"
+        if isinstance(target, TopK):
+            ids, labels, kind = target.indices, target.values, target.kind
+        elif soft:
+            ids, labels, kind = stated.zeros(leading, torch.int64, target.device), target, "dense"
+        if class_weight is not None:
+            class_weight = checked_class_weight(op, options, class_weight, dtype)
+        if class_weight is not None and not soft:  # of soft labels they are a part
+            of_target = stated.call(_of_target, class_weight, ids, options.ignore_index)
+            if options.reduction == "mean" and normalizer is None:
+                normalizer = stated.call(_sum_or_one, of_target)
+            if options.in_token_weight:
+                token_weight = of_target if token_weight is None else stated.call(torch.mul, token_weight, of_target)
+                class_weight = None
+        return LabelFields(ids, labels, kind, token_weight, normalizer, class_weight)  # type: ignore[arg-type]
 
 
 def _of_target(each: Tensor, target: Tensor, ignore_index: int) -> Tensor:
