@@ -10,6 +10,7 @@ per token and id do so.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch import dense
 from onchip.vocab.torch.loss import LossOutputs, reduced_of_all, rows_of_all
 from onchip.vocab.torch.operator import LossMade
-from onchip.vocab.torch.softmax import Asked, KnownStats
+from onchip.vocab.torch.softmax import KnownStats
 from onchip.vocab.torch.tiles import divisor
 from onchip.vocab.triton import operator, setup, shards
 from onchip.vocab.triton.memory import rounds_in_forward
@@ -33,36 +34,21 @@ from onchip.vocab.triton.operator import TritonKept
 from onchip.vocab.triton.setup import TritonSaved
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
-    from onchip.vocab.triton.records import Run
+    from onchip.vocab.triton.records import Run, TokenSoftmax
     from onchip.vocab.triton.walks import OutputGradients
 
 
-def _forward(call: LinearCrossEntropyCall) -> LossMade[LossOutputs, TritonSaved]:
-    from onchip.vocab.triton import walks
-
-    if call.shards.there and call.kind == "ids":
-        return _forward_of_shards(call)
-    if call.dense:
-        return _forward_of_labels(call)
+def _targets(call: LinearCrossEntropyCall) -> operator.Targets | None:
     if call.kind != "ids":
-        return operator.forward(LOSS, _as_kernels_take_it, call)
-    options, shape = call.options, call.hidden.shape[:-1]
-    _, config, saved, run = operator.begin(LOSS, call, _as_kernels_take_it)
-    number = run.vectors.number
-    out = walks.forward(
-        run,
-        call,
-        config,
-        saved,
-        asked=Asked(entropy=options.return_stats),
-        token_weight=setup.flat(call.token_weight),
-        divisor=lambda: _divisor(call, number),
-        losses=True,
-    )
-    made = (out.loss, out.lse, out.log_prob, out.entropy, out.correct, out.top1)
-    shaped: Any = [None if x is None else x.view(shape) for x in made]
-    loss = reduce_losses(shaped[0], number, _divisor(call, number), options.reduction)
-    return LossMade(LossOutputs(loss, *shaped[1:]), saved)
+        return None
+    return operator.Targets(setup.flat(call.token_weight), partial(_divisor, call), _of_targets)
+
+
+def _of_targets(call: LinearCrossEntropyCall, softmax: "TokenSoftmax", number: Tensor) -> LossOutputs:
+    made = (softmax.loss, softmax.lse, softmax.log_prob, softmax.entropy, softmax.correct, softmax.top1)
+    shaped: Any = [None if x is None else x.view(call.leading) for x in made]
+    loss = reduce_losses(shaped[0], number, _divisor(call, number), call.options.reduction)
+    return LossOutputs(loss, *shaped[1:])
 
 
 def _divisor(call: LinearCrossEntropyCall, number: Tensor) -> Tensor | None:
@@ -107,22 +93,6 @@ def _ids(ids: Tensor, ignore_index: int) -> Tensor:
     return torch.where(ids == ignore_index, -1, ids.to(torch.int64))
 
 
-def _forward_of_shards(call: LinearCrossEntropyCall) -> LossMade[LossOutputs, TritonSaved]:
-    """Forward for targets, if each rank has a part of the vocabulary."""
-    operator.check(LOSS, call)
-    asked, weight = LOSS.asked(call), setup.flat(call.token_weight)
-    exchanges = call.class_weight is None and not (asked.entropy or asked.mean_logits) and call.shards.most > 0
-    walked = shards.walk(
-        call, shards.plan(call), asked, weight, lambda number: _divisor(call, number), exchanges=exchanges
-    )
-    if not exchanges or walked.whole is None:
-        return operator.of_shards(LOSS, call, walked)
-    known: Any = (walked.whole.loss, walked.whole.lse, walked.whole.log_prob)
-    losses, *shaped = [x.view(call.leading) for x in known]
-    loss = reduce_losses(losses, walked.number, _divisor(call, walked.number), call.options.reduction)
-    return LossMade(LossOutputs(loss, *shaped), walked.saved)
-
-
 def _of_ids(call: LinearCrossEntropyCall, *tensors: Any) -> list[Tensor | None]:
     """The fields of `walks.OutputGradients`."""
     grad_loss, lse, log_prob = tensors
@@ -144,10 +114,9 @@ def _forward_of_labels(call: LinearCrossEntropyCall) -> LossMade[LossOutputs, Tr
     from onchip.vocab.triton import labels
 
     mine, config = dense.local(call), shards.plan(call)
-    operator.check(LOSS, call)
     options, factor = dense.for_kernels(call.options, call.shards, forward=True)
     saved = setup.make_saved(mine, config)
-    run = operator.run_of(mine, saved, saved.weight, options)
+    run = _run(mine, saved, options)
     out = LossOutputs.empty(mine, mine.hidden, kernels=True, reduced=False)
     top = torch.empty_like(out.lse.view(-1)) if options.return_stats and call.shards.there else None
     labels.forward(run, mine, config, saved, labels.labels_of(mine.labels, options.label_smoothing), out, top)
@@ -155,6 +124,11 @@ def _forward_of_labels(call: LinearCrossEntropyCall) -> LossMade[LossOutputs, Tr
         return LossMade(out._replace(loss=stated_on(call, reduced_of_all, out.loss)), saved)
     sums = dense.sums_of_kernels(options, out, factor, mine.labels, top)
     return LossMade(dense.combined(OP, call, sums, call.tokens(check_values=False)), saved)
+
+
+def _run(mine: LinearCrossEntropyCall, saved: TritonSaved, options: Any) -> Any:
+    out, each = mine.weight_grad_out, mine.class_weight
+    return setup.make_run(mine, options, saved.vectors, out, each, weight=saved.weight)
 
 
 def _gradients(kept: TritonKept[LinearCrossEntropyCall], upstream: Made, wanted: Wanted) -> Made:
@@ -176,7 +150,7 @@ def _gradients_of_labels(kept: TritonKept[LinearCrossEntropyCall], grad_loss: Te
     mass, hidden_sum = known.mass.reshape(-1), None
     if shards_of.there:
         row, mass, hidden_sum = row * factor, mass / factor, HiddenSum(shards_of)
-    run = operator.run_of(call, saved, saved.weight, options)
+    run = _run(call, saved, options)
     known = KnownStats(known.lse.reshape(-1), known.log_prob.reshape(-1), mass=mass)
     given = labels.labels_of(call.labels, options.label_smoothing), known, row, wanted
     hidden, weight, bias = labels.backward(
@@ -190,7 +164,8 @@ KERNELS = operator.kernels(
     LOSS,
     _by_outputs,
     _as_kernels_take_it,
-    forward=_forward,
+    _targets,
+    _forward_of_labels,
     gradients=_gradients,
     consumed=("hidden_memory", "weight_memory"),
     adds_to={"weight": "weight_grad_out"},

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Wanted, stated_on
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.operator import LossMade, LossOperator, TorchLoss, check_ranks
-from onchip.vocab.torch.softmax import KnownStats, TokenStats
+from onchip.vocab.torch.softmax import Asked, KnownStats, TokenStats
 from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import TritonSaved
@@ -37,17 +39,31 @@ class TritonKept(NamedTuple, Generic[C]):
     saved: TritonSaved
 
 
+class Targets(NamedTuple):
+    """How kernels compute a loss whose labels are one id each."""
+
+    token_weight: Tensor | None  # [T] float32
+    divisor: Callable[[Tensor], Tensor | None]  # of the loss, given how many tokens count
+    outputs: "Callable[[Any, records.TokenSoftmax, Tensor], Any]"  # (call, softmax of all tokens, how many count)
+
+
 def kernels(
-    loss: TorchLoss, by_outputs: "ByOutputs", taken: Callable[[Any], Any] = lambda call: call, **functions: Any
+    loss: TorchLoss,
+    by_outputs: "ByOutputs",
+    taken: Callable[[Any], Any] = lambda call: call,
+    targets: Callable[[Any], Targets | None] = lambda call: None,
+    of_labels: Callable[[Any], Any] | None = None,
+    **functions: Any,
 ) -> LossOperator:
     """The operator; `functions` are more of the `Operator`'s, or replace those here.
 
     by_outputs: from what is kept and the upstream gradients, each token's softmax and a function of the run: the
     gradients of the log-probabilities, lse and entropy, and that of the losses' sum, if forward made its gradients.
-    taken: the call as kernels take it.
+    taken: the call as kernels take it.  targets: how they compute the loss; None: from statistics PyTorch does.
+    of_labels: forward for labels of every entry.
     """
     given = {
-        "forward": partial(forward, loss, taken),
+        "forward": partial(_forward, loss, taken, targets, of_labels),
         "fake": lambda call: LossMade(loss.empty(call, True), shards.fake_saved(call)),
         "save": lambda call, made: TritonKept(call, shards.plan(call), made.out.known, made.saved),
         "gradients": partial(gradients, by_outputs, taken),
@@ -62,56 +78,78 @@ def kernels(
     return loss.operator("triton", TritonSaved, kept=kept[loss.call], states=True, **OF_LAYER, **given | functions)
 
 
-def forward(loss: TorchLoss, taken: Callable[[Any], Any], call: Any) -> LossMade[Any, TritonSaved]:
-    """The outputs, from statistics that kernels make."""
+def _forward(
+    loss: TorchLoss,
+    taken: Callable[[Any], Any],
+    targets: Callable[[Any], Targets | None],
+    of_labels: Callable[[Any], Any] | None,
+    call: Any,
+) -> LossMade[Any, TritonSaved]:
     from onchip.vocab.triton import walks
 
-    asked = loss.asked(call)
-    if call.shards.there:
-        check(loss, call)
-        return of_shards(loss, call, shards.walk(taken(call), shards.plan(call), asked))
-    given, config, saved, run = begin(loss, call, taken)
-    # With the entropy the argmax is followed, and the mean of lse - z without being asked for.
-    mean_logits = asked.mean_logits and not given.options.label_smoothing
-    asked = asked._replace(entropy=asked.entropy or asked.top, mean_logits=mean_logits, class_weight=None, top=False)
-    made = walks.forward(run, given, config, saved, asked=asked)
-    stats = TokenStats(
-        made.lse, made.log_prob, made.top1, made.entropy, None, made.mean_logits, made.uniform_loss, made.log_sum_sq
+    config = shards.plan(call)
+    if call.options.check_inputs or call.shards.there:
+        _check(loss, call)
+    if of_labels is not None and call.dense:
+        made: LossMade[Any, TritonSaved] = of_labels(call)
+        return made
+    asked, of_targets, there, mine = loss.asked(call), targets(call), call.shards.there, call
+    weight, divisor, _ = of_targets or (None, None, None)
+    smoothed, exchange, fused = call.options.label_smoothing > 0, None, of_targets is not None
+    if there:
+        fused = fused and call.class_weight is None and not (asked.entropy or smoothed) and call.shards.most > 0
+        mine, exchange = shards.begin(taken(call), weight, exchanges=config.in_forward or fused)
+    saved = setup.make_saved(mine, config)
+    mine = mine if there else taken(call)
+    class_weight = asked.class_weight if there else mine.class_weight
+    run = shards.run_of(mine, saved, class_weight, saved.weight, mine.weight_grad_out)
+    number = run.vectors.number
+    # With the entropy the argmax is followed, and with smoothing the mean of lse - z.
+    mean_logits = asked.mean_logits and (there or not smoothed)
+    followed = Asked(asked.entropy or asked.top, mean_logits, asked.sum_sq, None, asked.top and there)
+    softmax = walks.forward(
+        run,
+        mine,
+        config,
+        saved,
+        asked=followed,
+        token_weight=weight,
+        divisor=lambda: None if divisor is None else divisor(number),
+        losses=fused and not there,
+        exchange=exchange,
     )
-    return LossMade(loss.of_stats(call, stats, None), saved)
+    if exchange is not None and not config.in_forward:
+        exchange.combine(run)
+    elif exchange is not None and call.grads[0] and run.tokens > 0:
+        saved = saved._replace(hidden_memory=exchange.sum.wait())
+    if of_targets is not None and fused:
+        known = softmax if exchange is None else exchange.known
+        return LossMade(of_targets.outputs(call, known, number), saved)
+    stats = TokenStats(
+        softmax.lse, softmax.log_prob, softmax.top1, softmax.entropy, None, softmax.mean_logits, softmax.uniform_loss,
+        softmax.log_sum_sq, softmax.top,
+    )  # fmt: skip
+    if not there:
+        return LossMade(loss.of_stats(call, stats, None), saved)
+    if stats.argmax is None:
+        stats = stats._replace(argmax=stated.empty(len(stats.lse), torch.int64, stats.lse.device))
+    if stats.uniform is None and stats.mean_logits is not None:
+        stats = stats._replace(uniform=stated.call(torch.sub, stats.lse, stats.mean_logits))
+    return LossMade(loss.outputs(*stated_on(call, partial(_of_ranks, loss), *stats)), saved)
 
 
-def check(loss: TorchLoss, call: Any) -> None:
+def _check(loss: TorchLoss, call: Any) -> None:
     """Raise for wrong values, where these are checked."""
     if call.hidden.is_meta:
         return
     if call.shards.there:
         check_ranks(loss, call)
-    if call.options.check_inputs or (call.shards.there and call.device == "cpu"):
+    if call.options.check_inputs or call.device == "cpu":
         call.tokens(check_values=call.options.check_inputs)
 
 
-def begin(loss: TorchLoss, call: Any, taken: Callable[[Any], Any]) -> tuple[Any, TritonPlan, TritonSaved, Any]:
-    """What a walk over a whole vocabulary begins with: the call as kernels take it, its plan, memory and run."""
-    config = shards.plan(call)
-    if call.options.check_inputs:
-        check(loss, call)
-    saved, given = setup.make_saved(call, config), taken(call)
-    return given, config, saved, run_of(given, saved, saved.weight)
-
-
-def run_of(call: Any, saved: TritonSaved, weight: Tensor, options: Any = None) -> Any:
-    """The run for a call as kernels take it, or with other `options`; `weight` as in `setup.make_run`."""
-    out, each = call.weight_grad_out, call.class_weight
-    return setup.make_run(call, options or call.options, saved.vectors, out, each, weight=weight)
-
-
-def of_shards(loss: TorchLoss, call: Any, walked: shards.Walked) -> LossMade[Any, TritonSaved]:
-    """The outputs, from what each rank knows about its shard."""
-    return LossMade(loss.outputs(*stated_on(call, partial(_of_ranks, loss), *walked.known)), walked.saved)
-
-
 def _of_ranks(loss: TorchLoss, call: Any, *tensors: Any) -> list[Any]:
+    """The outputs, from what each rank knows about its shard."""
     tokens = call.tokens(check_values=False)
     stats = shards.combined(loss.op, call, TokenStats(*tensors), tokens, loss.asked(call))
     return [*loss.of_stats(call, stats._replace(mean=None), tokens)]
@@ -127,7 +165,8 @@ def gradients(
     known, by_run = by_outputs(kept, upstream)
     if call.shards.there:
         return shards.gradients(call, config, saved, known, by_run, wanted, upstream[0])
-    run = run_of(call, saved, setup.weight_in_backward(call, config, saved))
+    weight = setup.weight_in_backward(call, config, saved)
+    run = shards.run_of(call, saved, call.class_weight, weight, call.weight_grad_out)
     by, factor = by_run(run)
     return walks.backward(run, call, config, saved, known, by, wanted, add_to=call.weight_grad_out, factor=factor)
 

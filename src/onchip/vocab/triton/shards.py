@@ -7,7 +7,7 @@ weight's products run.  If every rank has the same plan, forward may make the gr
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import TritonSaved
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
-    from onchip.vocab.triton.records import TokenSoftmax
+    from onchip.vocab.triton.exchange import ShardExchange
 
 
 def of_shard(call: Any, header: Tensor | None = None) -> Any:
@@ -35,76 +35,27 @@ def of_shard(call: Any, header: Tensor | None = None) -> Any:
     return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=parallel.IGNORED))
 
 
-def _run(mine: Any, saved: TritonSaved, class_weight: Tensor | None, weight: Tensor, out: Tensor | None = None) -> Any:
-    """The run for the shard's own call; arguments from `weight` on as in `setup.make_run`."""
-    shards: Shards = mine.shards
+def run_of(
+    call: Any, saved: TritonSaved, class_weight: Tensor | None, weight: Tensor, out: Tensor | None = None
+) -> Any:
+    """The run for a call, or for the shard's own; arguments from `weight` on as in `setup.make_run`."""
+    shards: Shards = call.shards
+    if not shards.there:
+        return setup.make_run(call, call.options, saved.vectors, out, class_weight, weight=weight)
     part = parallel.class_weight_of_shard(class_weight, shards)
-    run = setup.make_run(mine, mine.options, saved.vectors, out, part, weight=weight)
+    run = setup.make_run(call, call.options, saved.vectors, out, part, weight=weight)
     return replace(run, whole_vocab=shards.vocab, elsewhere=parallel.ELSEWHERE)
 
 
-class Walked(NamedTuple):
-    """What forward made from a shard."""
-
-    known: TokenStats  # of the shard
-    whole: "TokenSoftmax | None"  # lse, log_prob and loss of the whole vocabulary, where ranks exchanged them
-    number: Tensor  # [1] int32: how many tokens count
-    saved: TritonSaved
-
-
-def walk(
-    call: Any,
-    config: TritonPlan,
-    asked: Asked,
-    token_weight: Tensor | None = None,  # [T] float32
-    divisor: Callable[[Tensor], Tensor | None] | None = None,  # of the loss, given how many tokens count
-    *,
-    exchanges: bool = False,  # also where gradients don't need it
-) -> Walked:
-    """The shard's statistics, and what backward needs."""
-    from onchip.vocab.triton import walks
+def begin(call: Any, token_weight: Tensor | None, *, exchanges: bool) -> "tuple[Any, ShardExchange | None]":
+    """The shard's own call, and the exchange with other ranks during forward, if there is one."""
     from onchip.vocab.triton.exchange import ShardExchange
 
-    shards, exchange = call.shards, None
-    if config.in_forward or exchanges:
-        ids = stated.converted(call.ids, lambda ids: ids.reshape(-1).to(torch.int64).contiguous())
-        exchange = ShardExchange(shards, ids, token_weight)
-    mine = of_shard(call, None if exchange is None else exchange.header)
-    saved = setup.make_saved(mine, config)
-    run = _run(mine, saved, asked.class_weight, saved.weight)
-    number = run.vectors.number
-    # The argmax is followed with the entropy.
-    followed = asked._replace(entropy=asked.entropy or asked.top, class_weight=None)
-    made = walks.forward(
-        run,
-        mine,
-        config,
-        saved,
-        asked=followed,
-        token_weight=token_weight,
-        divisor=lambda: None if divisor is None else divisor(number),
-        exchange=exchange,
-    )
-    if exchange is not None and not config.in_forward:
-        exchange.combine(run)
-    elif exchange is not None and call.grads[0] and run.tokens > 0:
-        saved = saved._replace(hidden_memory=exchange.sum.wait())
-    uniform = made.uniform_loss
-    if uniform is None and made.mean_logits is not None:
-        uniform = stated.call(torch.sub, made.lse, made.mean_logits)
-    log_prob = made.log_prob
-    known = TokenStats(
-        made.lse,
-        log_prob,
-        stated.empty(len(log_prob), torch.int64, log_prob.device) if made.top1 is None else made.top1,
-        made.entropy,
-        None,
-        made.mean_logits,
-        uniform,
-        made.log_sum_sq,
-        made.top,
-    )
-    return Walked(known, None if exchange is None else exchange.known, number, saved)
+    if not exchanges:
+        return of_shard(call), None
+    ids = stated.converted(call.ids, lambda ids: ids.reshape(-1).to(torch.int64).contiguous())
+    exchange = ShardExchange(call.shards, ids, token_weight)
+    return of_shard(call, exchange.header), exchange
 
 
 def combined(op: str, call: Any, known: TokenStats, tokens: Ids, asked: Asked) -> TokenStats:
@@ -154,7 +105,7 @@ def gradients(
         hidden_sum = HiddenSum(shards)
     mine = of_shard(call)
     out = None if call.weight_grad_out is None else call.weight_grad_out[: shards.rows]
-    run = _run(mine, saved, call.class_weight, setup.weight_in_backward(mine, config, saved), out)
+    run = run_of(mine, saved, call.class_weight, setup.weight_in_backward(mine, config, saved), out)
     by_output, factor = upstream(run)
     hidden, weight, bias = walks.backward(
         run, mine, config, saved, known, by_output, wanted, add_to=out, factor=factor, hidden_sum=hidden_sum
