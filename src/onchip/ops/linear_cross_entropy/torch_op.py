@@ -1,8 +1,8 @@
 """linear_cross_entropy for PyTorch: the public function and module.
 
 `linear_cross_entropy` checks its inputs and chooses a backend.  Each backend is an operator (`frontend.torch_register`)
-that takes a `LinearCrossEntropyCall` (torch_call.py), for labels of any kind and a sharded vocabulary too.  The
-operator's `_forward` (in plain_op.py, triton_op.py or fp8_op.py) runs a walk of the engine (`vocab`).
+that takes a `LinearCrossEntropyCall` (torch_call.py), for labels of any kind and a sharded vocabulary too.  It is made
+in plain_op.py, triton_op.py or fp8_op.py, and runs a walk of the engine (`vocab`).
 """
 
 import math

@@ -1,8 +1,5 @@
-"""linear_cross_entropy for PyTorch on the Triton kernels.
-
-`_forward` computes the loss, and leaves what backward needs in the memory of the gradients: the logits' exponentials in
-that of the weight's gradient, the tokens' hidden states in that of hidden's.  `_gradients` turns these into the
-gradients, in place.  The launches are in `vocab.triton.walks`; for labels of all entries in `vocab.triton.labels`.
+"""linear_cross_entropy for PyTorch on the Triton kernels (`vocab.triton.operator`; for labels of all entries
+`vocab.triton.labels`).
 
 If the targets are ids and the vocabulary isn't sharded, kernels compute the loss and its gradients from each token's
 log-sum-exp and log-probability.  For labels of K ids, and for a sharded vocabulary, a few PyTorch operations on numbers
@@ -22,7 +19,6 @@ from onchip.frontend.torch_register import Made, Wanted, stated_on
 from onchip.ops.linear_cross_entropy import OP
 from onchip.ops.linear_cross_entropy.torch_call import LOSS, LinearCrossEntropyCall
 from onchip.vocab import loss as maths
-from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch import dense
 from onchip.vocab.torch.loss import LossOutputs, reduced_of_all, rows_of_all
 from onchip.vocab.torch.operator import LossMade
@@ -44,11 +40,10 @@ def _targets(call: LinearCrossEntropyCall) -> operator.Targets | None:
     return operator.Targets(setup.flat(call.token_weight), partial(_divisor, call), _of_targets)
 
 
-def _of_targets(call: LinearCrossEntropyCall, softmax: "TokenSoftmax", number: Tensor) -> LossOutputs:
-    made = (softmax.loss, softmax.lse, softmax.log_prob, softmax.entropy, softmax.correct, softmax.top1)
-    shaped: Any = [None if x is None else x.view(call.leading) for x in made]
-    loss = reduce_losses(shaped[0], number, _divisor(call, number), call.options.reduction)
-    return LossOutputs(loss, *shaped[1:])
+def _of_targets(call: LinearCrossEntropyCall, loss: Tensor, softmax: "TokenSoftmax") -> LossOutputs:
+    made = (softmax.lse, softmax.log_prob, softmax.entropy, softmax.correct, softmax.top1)
+    shaped: Any = (None if x is None else x.view(call.leading) for x in made)
+    return LossOutputs(loss, *shaped)
 
 
 def _divisor(call: LinearCrossEntropyCall, number: Tensor) -> Tensor | None:

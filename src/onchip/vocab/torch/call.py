@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -161,7 +160,7 @@ class LinearCall(VocabCall, Layer):
     weight_grad_out: Tensor | None = None  # [V, H] in the dtype of sums; used in backward
 
     given = property(lambda self: self.hidden)
-    of_kernels: ClassVar[Any] = MappingProxyType({})
+    of_kernels: ClassVar[Any] = {}
     """A dictionary: fields of the problem beside, where Triton's kernels run."""
 
     @property

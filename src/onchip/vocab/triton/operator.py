@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Wanted, stated_on
+from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.operator import LossMade, LossOperator, TorchLoss, check_ranks
 from onchip.vocab.torch.softmax import Asked, KnownStats, TokenStats
@@ -44,7 +45,7 @@ class Targets(NamedTuple):
 
     token_weight: Tensor | None  # [T] float32
     divisor: Callable[[Tensor], Tensor | None]  # of the loss, given how many tokens count
-    outputs: "Callable[[Any, records.TokenSoftmax, Tensor], Any]"  # (call, softmax of all tokens, how many count)
+    outputs: "Callable[[Any, Tensor, records.TokenSoftmax], Any]"  # (call, loss, softmax of all tokens)
 
 
 def kernels(
@@ -124,7 +125,11 @@ def _forward(
         saved = saved._replace(hidden_memory=exchange.sum.wait())
     if of_targets is not None and fused:
         known = softmax if exchange is None else exchange.known
-        return LossMade(of_targets.outputs(call, known, number), saved)
+        assert known.loss is not None
+        reduced = reduce_losses(
+            known.loss.view(call.leading), number, of_targets.divisor(number), call.options.reduction
+        )
+        return LossMade(of_targets.outputs(call, reduced, known), saved)
     stats = TokenStats(
         softmax.lse, softmax.log_prob, softmax.top1, softmax.entropy, None, softmax.mean_logits, softmax.uniform_loss,
         softmax.log_sum_sq, softmax.top,
