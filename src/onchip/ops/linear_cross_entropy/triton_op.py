@@ -42,7 +42,7 @@ def _targets(call: LinearCrossEntropyCall) -> operator.Targets | None:
 
 def _of_targets(call: LinearCrossEntropyCall, loss: Tensor, softmax: "TokenSoftmax") -> LossOutputs:
     made = (softmax.lse, softmax.log_prob, softmax.entropy, softmax.correct, softmax.top1)
-    shaped: Any = (None if x is None else x.view(call.leading) for x in made)
+    shaped: Any = (None if x is None else x.view(call.ids.shape) for x in made)
     return LossOutputs(loss, *shaped)
 
 

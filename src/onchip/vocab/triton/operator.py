@@ -127,7 +127,7 @@ def _forward(
         known = softmax if exchange is None else exchange.known
         assert known.loss is not None
         reduced = reduce_losses(
-            known.loss.view(call.leading), number, of_targets.divisor(number), call.options.reduction
+            known.loss.view(call.ids.shape), number, of_targets.divisor(number), call.options.reduction
         )
         return LossMade(of_targets.outputs(call, reduced, known), saved)
     stats = TokenStats(
