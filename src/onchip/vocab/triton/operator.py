@@ -181,7 +181,7 @@ def _collect(kept: TritonKept[Any], made: Made, wanted: Wanted) -> Made:
     if kept.config.in_forward or not kept.call.shards.there:
         hidden = kept.saved.hidden_memory
     if shards.in_memory(kept.call, kept.saved):
-        weight = kept.saved.weight_memory[: len(kept.call.weight)]
+        weight = kept.saved.weight_memory[: kept.call.weight.shape[0]]  # which len() would make a number
     return hidden, weight, bias
 
 

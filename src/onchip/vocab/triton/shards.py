@@ -122,4 +122,4 @@ def padded(x: Tensor | None, rows: int) -> Tensor | None:
 
 def in_memory(call: Any, saved: TritonSaved) -> bool:
     """Whether the weight's gradient is in forward's memory, which has no zeros for padding."""
-    return saved.weight_memory.numel() > 0 and (not call.shards.there or len(call.weight) == call.shards.rows)
+    return saved.weight_memory.numel() > 0 and (not call.shards.there or call.weight.shape[0] == call.shards.rows)
