@@ -169,6 +169,7 @@ STACK = {
         "NO_TMA": 232,
     },
     "softmax_in_turns": {"": 24},
+    "softmax_staggered": {"offset_sum": 320},
     "gradient_tiles": {"": 8, "bias": 16, "labels": 160, "NO_TMA": 96},
     "weight_gradient": {"NO_TMA": 352},
     "weight_added": {"old_sum": 16},
@@ -181,7 +182,7 @@ STACK = {
     "sum_rows": {"row_scale": 8},
     "fused_gradient": {"softcap": 24},
 }
-STACK |= {kernel: {"": 144, "softcap": 360} for kernel in ATTENTION}
+STACK |= {kernel: {"": 144, "softcap": 376} for kernel in ATTENTION}
 ON_OTHERS = dict.fromkeys(BY_TILES, 128) | {"grouped_product": 8, "grouped_weight_gradient": 8}
 REGISTERS = {
     "losses": 64,
