@@ -182,7 +182,7 @@ STACK = {
     "sum_rows": {"row_scale": 8},
     "fused_gradient": {"softcap": 24},
 }
-STACK |= {kernel: {"": 144, "softcap": 376} for kernel in ATTENTION}
+STACK |= {kernel: {"": 176, "softcap": 376} for kernel in ATTENTION}
 ON_OTHERS = dict.fromkeys(BY_TILES, 128) | {"grouped_product": 8, "grouped_weight_gradient": 8}
 REGISTERS = {
     "losses": 64,
