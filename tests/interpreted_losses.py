@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import edges
 import every_loss
@@ -290,6 +291,19 @@ def compiled_with_a_budget_and_sizes_that_change(budget):
         leaves = [x for x in given.values() if x.requires_grad]
         for p, q in zip(*(torch.autograd.grad(f(given, size), leaves) for f in (step, compiled)), strict=True):
             assert torch.equal(p, q)
+
+
+@check()
+def compiled_once_for_any_vocabulary():
+    """Its size stays a symbol, where gradients are collected too: a graph for each would be compiled."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda given: AUTO.call(given)["loss"], fullgraph=True, backend=graphs, dynamic=True)
+    counts = []
+    for tokens, vocab in ((24, 136), (40, 136), (40, 200)):
+        given = AUTO.problem((tokens,), vocab=vocab)
+        torch.autograd.grad(compiled(given), [x for x in given.values() if x.requires_grad])
+        counts.append(graphs.frame_count)
+    assert counts == counts[:1] * len(counts)
 
 
 # -------------------------------------------------------------------------------------------- rows of logits that exist
