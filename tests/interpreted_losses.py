@@ -299,8 +299,8 @@ def compiled_once_for_any_vocabulary():
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda given: AUTO.call(given)["loss"], fullgraph=True, backend=graphs, dynamic=True)
     counts = []
-    for tokens, vocab in ((24, 136), (40, 136), (40, 200)):
-        given = AUTO.problem((tokens,), vocab=vocab)
+    for tokens, vocab in ((24, 1000), (40, 1000), (40, 776)):
+        given = AUTO.problem((tokens,), hidden=128, vocab=vocab)
         torch.autograd.grad(compiled(given), [x for x in given.values() if x.requires_grad])
         counts.append(graphs.frame_count)
     assert counts == counts[:1] * len(counts)
