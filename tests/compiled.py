@@ -101,6 +101,7 @@ def kinds(runs, device=launched.H100):
 
     with (
         mock.patch.object(launched.Recorder, "launch", launch),
+        mock.patch.object(launched, "TIMES", 1),
         mock.patch.dict(launched.ANSWERS, {launches.describe: lambda _: device}),
     ):
         for run in runs:

@@ -140,11 +140,11 @@ FOR_OTHERS = {
     "grouped_matmul": partial(grouped, 4096, model=MODELS[-1], **SCALED),
     "grouped_matmul, added": partial(grouped, 4096, model=MODELS[-1], way="added"),
 }
-ON_NEWER = ("attention of 128", "linear_cross_entropy, everything", "grouped_matmul, added")
+# By GPU, of which calls: the products, whose tiles differ.
 OTHERS = {
-    "A100": (A100, [name for name in FOR_OTHERS if name not in ON_NEWER]),
+    "A100": (A100, ["attention of 128, stop and sinks", "linear_jsd", "grouped_matmul"]),
     "GeForce": (AMPERE, ["linear_cross_entropy, everything"]),
-    "Ada": (ADA, ["attention of 128", "grouped_matmul, added"]),
+    "Ada": (ADA, ["grouped_matmul, added"]),
     "B200": (Device(100, 148, 232448), ["attention of 128"]),
 }
 ON_MORE = [(*x, name) for x in OTHERS.items() for name in FOR_OTHERS if name not in x[1][1]]
@@ -318,18 +318,22 @@ def of_calls():
 
 @cache
 def quick():
-    """By op, of these launches those that turn something on or off that no launch of the kernel before had so; of
-    attention, whose kernels take the longest, each kernel's first.
+    """By op, a few of these launches, in which each kernel has each of its arguments, and each of its flags on and off,
+    if any launch has; of attention, whose kernels take the longest, each kernel's first.
     """
-    seen, made = set(), {}
+    left, made = {}, {op: [] for op in CASES}
     for op, launches in of_calls().items():
-        made[op] = []
         for launch in launches:
+            flags = {p.name for p in launch.kernel.params if p.is_constexpr}
             turned = {} if op == "attention" else switches(launch)
-            new = {(launch.kernel.__name__, *x) for x in {"": True, **turned}.items()} - seen
-            if new:
-                seen |= new
-                made[op].append(launch)
+            turned = {(name, on) for name, on in turned.items() if on or name in flags} | {""}
+            left.setdefault(launch.kernel.__name__, []).append((op, launch, turned))
+    for launches in left.values():
+        wanted = set().union(*(turned for *_, turned in launches))
+        while wanted:
+            op, launch, turned = max(launches, key=lambda x: len(wanted & x[2]))
+            wanted -= turned
+            made[op].append(launch)
     return made
 
 
