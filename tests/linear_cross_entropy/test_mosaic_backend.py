@@ -22,62 +22,6 @@ LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
-@pytest.mark.parametrize(
-    ("in_scratch", "halves", "together", "layout"),
-    [
-        pytest.param(0, False, 1, "vh", marks=pytest.mark.slow),
-        (0, True, 2, "hv"),
-        pytest.param(128, True, 3, "vh", marks=pytest.mark.slow),
-        pytest.param(384, False, 1, "hv", marks=pytest.mark.slow),
-    ],
-)
-def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
-    # Of 9 tiles of the vocabulary; with 'together' 1 to 3 there is one group or more, of whole ones and the rest.
-    plan = MosaicPlan("stash", 512, 128, 256, kept_in_scratch=in_scratch, halves=halves, recompute_chunks=together)
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
-    assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "layout", "options", "by_tokens"),
-    [
-        ("bfloat16", "vh", {"softcap": 5.0}, False),
-        pytest.param("float16", "hv", {"label_smoothing": 0.1, "z_loss": 1e-3}, False, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "vh", {"softcap": 5.0}, True, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_softcap_and_smoothing_keep_exponentials(dtype, layout, options, by_tokens, monkeypatch):
-    kept = MosaicPlan("stash", 512, kept_in_gradient=128, chunk=256, kept_in_scratch=128)
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(384) if by_tokens else kept)
-    case = replace(LONG, logit_std=3.0, token_temperature=True, options=options)
-    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
-
-
-WEIGHED = {"label_smoothing": 0.1, "z_loss": 1e-3}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "layout", "options", "kept", "by_tokens"),
-    [
-        pytest.param("bfloat16", "vh", WEIGHED, False, False, marks=pytest.mark.slow),
-        ("float16", "hv", WEIGHED | {"softcap": 5.0}, False, False),
-        ("bfloat16", "hv", {"z_loss": 1e-3}, True, False),
-        pytest.param("float16", "vh", {"z_loss": 1e-3}, False, True, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_class_weights(dtype, layout, options, kept, by_tokens, monkeypatch):
-    """With label smoothing nothing is kept; with a z-loss alone exponentials are."""
-    plan = MosaicPlan("recompute", 512, chunk=512)
-    plan = MosaicPlan("stash", 512, kept_in_gradient=128, chunk=256, kept_in_scratch=128) if kept else plan
-    plan = in_forward(384) if by_tokens else plan
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
-    bias = plan.strategy == "recompute"
-    case = replace(LONG, logit_std=3.0, class_weight=True, token_weight=True, bias=bias, options=options)
-    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
-
-
 def in_forward(size, tokens=512, first=0, in_digits=0):
     """The first chunk may be larger: 128 tokens' exponentials are in the memory of the weight's gradient then, and so
     many with its digits."""
@@ -86,76 +30,67 @@ def in_forward(size, tokens=512, first=0, in_digits=0):
     return replace(plan, first_chunk=first, chunk=512, **in_memory) if first else plan
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "options"),
-    [
-        ("bfloat16", "vh", {"label_smoothing": 0.1, "z_loss": 1e-3}),
-        pytest.param("float16", "hv", {"reduction": "none"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_all_kept_in_scratch(dtype, layout, options, monkeypatch):
-    plan = MosaicPlan("stash", 512, chunk=2304, kept_in_scratch=512)
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
-    case = replace(LONG, token_temperature=True, options=options)
-    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+def kept(in_scratch, **more):
+    return MosaicPlan("stash", 512, 128, 256, kept_in_scratch=in_scratch, **more)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "size"),
-    [("bfloat16", "vh", 384), pytest.param("float16", "hv", 128, marks=pytest.mark.slow)],
-)
-def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
-    case = replace(LONG, token_weight=True, token_temperature=True, options={"z_loss": 1e-3})
-    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+AGAIN, ALL_KEPT = MosaicPlan("recompute", 512, chunk=512), MosaicPlan("stash", 512, chunk=2304, kept_in_scratch=512)
+CAPPED, SMOOTHED = {"options": {"softcap": 5.0}}, {"options": {"label_smoothing": 0.1, "z_loss": 1e-3}}
+SQUARED, EACH = {"options": {"z_loss": 1e-3}}, {"token_weight": True, "token_temperature": True}
+CLASSES, WIDE = {"logit_std": 3.0, "class_weight": True, "token_weight": True}, {"vocab": 2368}
+CALLS = {
+    # Of 9 tiles of the vocabulary, which are computed again in one group or more, of whole ones and the rest.
+    "kept in the gradient": (kept(0), "bfloat16", "vh", {}),
+    "in halves, two together": (kept(0, halves=True, recompute_chunks=2), "bfloat16", "hv", {}),
+    "in halves, three together": (kept(128, halves=True, recompute_chunks=3), "bfloat16", "vh", {}),
+    "all kept, in both": (kept(384), "bfloat16", "hv", {}),
+    "softcap": (kept(128), "bfloat16", "vh", {"logit_std": 3.0, "token_temperature": True} | CAPPED),
+    "all kept in scratch": (ALL_KEPT, "bfloat16", "vh", {"token_temperature": True} | SMOOTHED),
+    "all kept in scratch, none": (ALL_KEPT, "float16", "hv", EACH | {"options": {"reduction": "none"}}),
+    # With a z-loss alone exponentials are kept; a bias's gradient leaves out tiles that nobody wrote.
+    "classes, kept": (kept(128), "bfloat16", "hv", CLASSES | SQUARED),
+    "classes, again": (
+        AGAIN, "float16", "hv", CLASSES | {"bias": True, "options": SMOOTHED["options"] | CAPPED["options"]},
+    ),
+    "classes, in forward": (in_forward(384), "float16", "vh", CLASSES | SQUARED),
+    "in forward": (in_forward(384), "bfloat16", "vh", EACH | SQUARED),
+    "in forward, smaller chunks": (in_forward(128), "float16", "hv", EACH | SQUARED),
+    # Its part of the weight's gradient is made in chunks of 256, three of 512, and the last 576.
+    "first": (in_forward(128, first=256), "bfloat16", "vh", WIDE | SMOOTHED),
+    "first, float16": (in_forward(128, first=256), "float16", "hv", WIDE | EACH),
+    "first, softcap": (in_forward(256, first=384), "bfloat16", "hv", CAPPED),
+    "first, large logits": (in_forward(128, first=384), "float16", "vh", {"logit_std": 60.0}),
+    "first, all in the gradient": (in_forward(256, first=128), "bfloat16", "vh", {"ignored": 0.5}),
+    "first, the last without tokens": (in_forward(128, first=256), "bfloat16", "vh", {"ignored": 0.4}),
+    "first, all without tokens": (in_forward(128, first=256), "bfloat16", "vh", {"ignored": 1.0}),
+    "first, more than it says": (in_forward(128, first=256), "bfloat16", "vh", {"tokens": 700, "hidden": 192}),
+    # With a tile of tokens' hidden gradient at a time.
+    "digits": (in_forward(128, first=384, in_digits=128), "bfloat16", "vh", WIDE | SMOOTHED | {"hidden": 512}),
+    "digits, float16": (
+        in_forward(128, first=384, in_digits=256), "float16", "vh", WIDE | {"hidden": 512, "token_temperature": True},
+    ),
+    "digits, few tokens": (
+        in_forward(128, first=256, in_digits=128), "bfloat16", "vh", {"hidden": 512, "ignored": 0.7},
+    ),
+    # Its own plans.
+    "large logits": (None, "float16", "vh", {"logit_std": 60.0}),
+    "everything": (None, "float16", "hv", {"bias": True, "token_weight": True, "options": {
+        **SMOOTHED["options"], **CAPPED["options"]}}),
+    "all ignored": (None, "bfloat16", "vh", {"ignored": 1.0}),
+}  # fmt: skip
+QUICK = ("in halves, two together", "softcap", "classes, kept", "classes, again", "digits", "large logits",
+         "everything", "all ignored")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "size", "first", "changes"),
-    [
-        ("bfloat16", "vh", 128, 256, {"vocab": 2368, "options": {"z_loss": 1e-3, "label_smoothing": 0.1}}),
-        pytest.param(
-            "float16",
-            "hv",
-            128,
-            256,
-            {"vocab": 2368, "token_weight": True, "token_temperature": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("bfloat16", "hv", 256, 384, {"options": {"softcap": 5.0}}, marks=pytest.mark.slow),
-        pytest.param("float16", "vh", 128, 384, {"logit_std": 60.0}, marks=pytest.mark.slow),
-        # All of its exponentials are in the gradient's memory.
-        pytest.param("bfloat16", "vh", 256, 128, {"ignored": 0.5}, marks=pytest.mark.slow),
-        # Of the chunks the second has few tokens, and the last none; or all have none.
-        pytest.param("bfloat16", "vh", 128, 256, {"ignored": 0.4}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "hv", 128, 256, {"ignored": 0.9}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "vh", 128, 256, {"ignored": 1.0}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "vh", 128, 256, {"tokens": 700, "hidden": 192}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_larger_first_chunk(dtype, layout, size, first, changes, monkeypatch):
-    """Of 2368 entries its part of the weight's gradient is made in chunks of 256, three of 512, and the last 576."""
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size, first=first))
-    assert_right(replace(LONG, **changes), dtype, backend="mosaic_gpu", weight_layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "first", "in_digits", "changes"),
-    [
-        ("bfloat16", 384, 128, {"vocab": 2368, "options": {"z_loss": 1e-3, "label_smoothing": 0.1}}),
-        pytest.param("float16", 384, 256, {"vocab": 2368, "token_temperature": True}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 256, 128, {"ignored": 0.7}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 384, 128, {"ignored": 0.0, "tokens": 700}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_exponentials_with_the_digits(dtype, first, in_digits, changes, monkeypatch):
-    """Of a larger first chunk, with a tile of tokens' hidden gradient at a time."""
-    monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 128)
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(128, first=first, in_digits=in_digits))
-    assert_right(replace(LONG, hidden=512, **changes), dtype, backend="mosaic_gpu")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in CALLS])
+def test_calls(name, monkeypatch):
+    plan, dtype, layout, changes = CALLS[name]
+    if plan is not None:
+        monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    if "digits" in name:
+        monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 128)
+    case = LONG if plan else replace(LONG, tokens=200, hidden=192, vocab=1088)
+    assert_right(replace(case, **changes), dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +99,6 @@ def test_exponentials_with_the_digits(dtype, first, in_digits, changes, monkeypa
         ({"label_smoothing": 0.1}, "bfloat16", 384),
         pytest.param({}, "bfloat16", 0, marks=pytest.mark.slow),
         pytest.param({}, "float16", 384, marks=pytest.mark.slow),
-        pytest.param({}, "bfloat16", 384, marks=pytest.mark.slow),
-        pytest.param({"label_smoothing": 0.1}, "bfloat16", 0, marks=pytest.mark.slow),
-        pytest.param({"label_smoothing": 0.1}, "float16", 384, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -183,12 +115,6 @@ def test_another_upstream_gradient_than_1(options, dtype, first, monkeypatch):
     expected = theirs(hidden.astype(jnp.float32), weight.astype(jnp.float32))
     for x, y in zip(ours(hidden, weight), expected, strict=True):
         assert jnp.linalg.norm(x.astype(jnp.float32) - y) <= 3e-3 * jnp.linalg.norm(y)
-
-
-@pytest.mark.parametrize("layout", ["vh", pytest.param("hv", marks=pytest.mark.slow)])
-def test_bias_gradient_leaves_out_tiles_that_nobody_wrote(layout, monkeypatch):
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 512, chunk=512))
-    assert_right(replace(LONG, bias=True), "bfloat16", backend="mosaic_gpu", weight_layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -217,26 +143,10 @@ def test_one_gradient_made_in_forward(wanted, reduction, first, monkeypatch):
     assert jnp.linalg.norm(gradient() - expected) <= 1e-2 * jnp.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "layout"),
-    [
-        (Case("large logits", 200, 192, 1088, logit_std=60.0), "float16", "vh"),
-        (Case("per token", 200, 192, 1088, token_weight=True, token_temperature=True, options={"reduction": "none"}),
-         "bfloat16", "vh"),
-        (Case("everything", 200, 192, 1088, bias=True, token_weight=True, ignored=0.2,
-              options={"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}), "float16", "hv"),
-        (Case("all ignored", 200, 192, 1088, ignored=1.0), "bfloat16", "vh"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_cases(case, dtype, layout):
-    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
-
-
-@pytest.mark.parametrize("kept", [pytest.param(128, marks=pytest.mark.slow), 0])
-def test_labels_out_of_range_and_ignored(kept, monkeypatch):
+@pytest.mark.parametrize("tokens", [pytest.param(128, marks=pytest.mark.slow), 0])
+def test_labels_out_of_range_and_ignored(tokens, monkeypatch):
     """Positions are in the order of labels, of which these have none: NaN for the one, nothing for the other."""
-    plan = MosaicPlan("stash" if kept else "recompute", 256, kept_in_gradient=kept, chunk=512)
+    plan = MosaicPlan("stash" if tokens else "recompute", 256, kept_in_gradient=tokens, chunk=512)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
     bad, ignored = (0, 3), (0, 100)
