@@ -172,7 +172,7 @@ STACK = {
     "softmax_staggered": {"offset_sum": 320},
     "gradient_tiles": {"": 8, "bias": 16, "labels": 160, "NO_TMA": 96},
     "weight_gradient": {"NO_TMA": 352},
-    "weight_added": {"old_sum": 16},
+    "weight_added": {"old_sum": 24},
     "losses": {"": 48, "class_total": 112, "entropy": 320},
     "log_probs": {"top1": 440},
     "soft_losses": {"class_weight": 48},
