@@ -73,7 +73,7 @@ def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
     assert "stablehlo.copy" not in text
 
 
-@pytest.mark.parametrize(("layout", "argnums"), [("vh", (0, 1)), ("hv", (0, 1)), ("vh", (0,))])
+@pytest.mark.parametrize(("layout", "argnums"), [("hv", (0, 1)), ("vh", (0,))])
 def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypatch):
     """The plan of many tokens, and that of a frozen weight."""
     c = mosaic_spec.MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
@@ -87,12 +87,9 @@ def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypa
 @pytest.mark.parametrize(
     ("layout", "dtype", "argnums", "first", "in_digits"),
     [
-        ("hv", jnp.float16, (0, 1), 640, 0),
         ("vh", jnp.bfloat16, (0, 1), 512, 128),
-        pytest.param("vh", jnp.bfloat16, (0, 1), 640, 128, marks=pytest.mark.slow),
+        pytest.param("hv", jnp.float16, (0, 1), 640, 0, marks=pytest.mark.slow),
         pytest.param("vh", jnp.float16, (1,), 640, 128, marks=pytest.mark.slow),
-        pytest.param("hv", jnp.bfloat16, (0, 1), 640, 0, marks=pytest.mark.slow),
-        pytest.param("vh", jnp.bfloat16, (0, 1), 640, 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -124,9 +121,7 @@ EVERYTHING = {
     "options",
     [
         {"layout": "hv", "batch": (3,)},
-        {"dtype": jnp.float16, "reduction": "none", "z_loss": 1e-3},
         EVERYTHING,
-        {"argnums": (0,)},
         {"layout": "hv", "class_weight": WEIGHTS, "label_smoothing": 0.1, "dtype": jnp.float16},
     ],
     ids=str,
@@ -264,4 +259,4 @@ def test_too_much_shared_memory(as_on_hopper, monkeypatch):
     with pytest.raises(
         ValueError, match=r"softmax_tiles.* needs \d+ bytes of shared memory, of which a block has 232448"
     ):
-        lowered(300, 192, 1088)
+        lowered(300, 192, 1088, argnums=())

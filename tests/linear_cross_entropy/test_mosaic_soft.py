@@ -18,9 +18,7 @@ from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
 
 BY_NAME = {case.name: case for case in CASES}
-BOTH = pytest.mark.parametrize("name", ["dense", "ids"])
-
-
+BOTH = pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "ids"])
 QUICK = ("dense, everything", "ids, everything, none")
 
 

@@ -142,9 +142,9 @@ def test_the_first_bits_are_the_nearest(number):
     assert (np.abs(first) > np.abs(value))[ties].all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("vocab_major", "hidden", "tile_n"), [(True, 1152, 192), (True, 1024, 256), (False, 1024, 256)]
+    ("vocab_major", "hidden", "tile_n", "dtype"),
+    [(True, 1152, 192, jnp.bfloat16), (True, 1024, 256, jnp.float16), (False, 1024, 256, jnp.bfloat16)],
 )
 def test_sums_lower(vocab_major, hidden, tile_n, dtype):
     config, vocab, tokens = replace(ADDING, stages=4, tile_n=tile_n), 2112, 512
