@@ -26,6 +26,7 @@ from onchip.core.sizes import DTYPE_BYTES
 from onchip.core.tables import print_table
 from onchip.kernels.triton import launch as triton_calls
 from onchip.kernels.triton import packed, versions
+from onchip.ops.cross_entropy import checks as of_logits
 from onchip.ops.linear_cross_entropy import checks
 from onchip.oracle.checks import Check, Checker
 from onchip.registry import OPS
@@ -291,14 +292,15 @@ def test_info_without_a_framework_says_what_to_install(monkeypatch, framework):
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    monkeypatch.setattr(checks, "CHECK_CASES", [c for c in checks.CHECK_CASES if c.name == "one class"])
+    for module in (checks, of_logits):
+        monkeypatch.setattr(module, "CHECK_CASES", [c for c in module.CHECK_CASES if c.name == "one class"])
 
 
-QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight"}
+QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_logits"}
 
 
 def test_check_of_a_sample_in_both_frameworks(few_cases):
-    document = run_json("check", "linear_cross_entropy", "--device", "cpu")
+    document = run_json("check", "cross_entropy", "--device", "cpu")
     assert document["ok"]
     assert {(r["framework"], r["device"]) for r in document["rows"]} == {("torch", "cpu"), ("jax", "cpu")}
     assert all(
