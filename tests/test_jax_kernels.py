@@ -126,7 +126,7 @@ def test_inside_of_shard_map(gpu, tracked):
     assert jax_call.TARGET in lowered(loss, *LIKE).as_text()
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 100])
+@pytest.mark.parametrize("capability", [100, *(pytest.param(x, marks=pytest.mark.slow) for x in (80, 89))])
 def test_machine_code_for_gpus_that_are_not_there(gpu, capability):
     """The kernels that work on rows of logits, which compile fast."""
     gpu(capability, compiles=True)
