@@ -19,7 +19,8 @@ from onchip.kernels.triton import jax_call, jax_front, jax_listed
 CHECKS = {}
 # Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
 SLOW = {f"right-{x}" for x in ("each token", "recompute", "shifted", "statistics", "turned weight", "top-k teacher")}
-SLOW |= {f"right-{x}" for x in ("linear_log_probs", "several ids", "forward KL")}
+SLOW |= {f"right-{x}" for x in ("linear_log_probs", "several ids", "forward KL", "shifted temperatures")}
+SLOW |= {f"right-{x}" for x in ("turned weight of another dtype", "grouped_matmul", "labels of every entry")}
 SLOW |= {f"right-top-k teacher of logits, {x}" for x in ("truncated", "renormalised")}
 check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16

@@ -342,7 +342,9 @@ def inside_of_shard_map(op):
     assert_same(jax.jit(jax.shard_map(step, mesh=mesh, **specs))(h, w, y), gradients(op)(h, w, y))
 
 
-CHECKS |= {f"{name}, in shard_map": partial(inside_of_shard_map, op) for name, op in IN_SHARD_MAP.items()}
+for _name, _op in IN_SHARD_MAP.items():
+    _to = SLOW if _name in ("linear_cross_entropy, stash", "linear_log_probs", "linear_jsd") else CHECKS
+    _to[f"{_name}, in shard_map"] = partial(inside_of_shard_map, _op)
 
 
 @check

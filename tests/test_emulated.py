@@ -140,7 +140,7 @@ def assert_same_bytes(made, expected):
 
 
 @pytest.mark.parametrize(
-    "case", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("gnk", "swiglu", "gkn")), "interleaved", "rows"]
+    "case", ["interleaved", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gnk", "swiglu", "gkn", "rows"))]
 )
 def test_grouped_products(case, monkeypatch):
     """With groups of more than a tile and less, none, and rows past the last one."""
