@@ -21,7 +21,16 @@ _OF_HIDDEN = 0.5, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 6.0
 # In training they are within a factor of 3.
 _OF_TOKENS = 0.34, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """A thread's rehearsal."""
+
+    coming: Callable[[], None] | None = None
+    warm: Callable[[list[Any]], None] | None = None
+    gathered: list[Any] | None = None
+
+
+_thread = _Thread()
 
 
 class Coming:
@@ -32,9 +41,8 @@ class Coming:
 
     def __enter__(self) -> None:
         _thread.coming = self.rehearse
-        warm = getattr(_thread, "warm", None)
-        if warm is not None:
-            warm(rehearsed())
+        if _thread.warm is not None:
+            _thread.warm(rehearsed())
 
     def __exit__(self, *_: object) -> None:
         _thread.coming = None
@@ -58,12 +66,12 @@ def lengths(tokens: int, hidden: int) -> list[int]:
 
 def gathered() -> list[Any] | None:
     """Where a launch goes during a rehearsal, in place of the device."""
-    return getattr(_thread, "gathered", None)
+    return _thread.gathered
 
 
 def rehearsed() -> list[Any]:
     """What the call that is under way would launch; nothing where that isn't known."""
-    rehearse, found = getattr(_thread, "coming", None), []  # type: ignore[var-annotated]
+    rehearse, found = _thread.coming, []  # type: ignore[var-annotated]
     if rehearse is None:
         return found
     _thread.coming, _thread.gathered = None, found  # once in a call

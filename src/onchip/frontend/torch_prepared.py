@@ -39,18 +39,19 @@ T = TypeVar("T")
 
 def builder() -> Builder | None:
     """The builder to which this thread's operator states what it does, or None."""
-    return getattr(THREAD, "builder", None)
+    return THREAD.builder  # type: ignore[no-any-return]
 
 
 def listed_device() -> Any:
     """The stand-in for the device while this thread's call is listed for another framework (jax_listed.py)."""
-    return getattr(builder(), "device", None)
+    told = THREAD.builder
+    return None if told is None else getattr(told, "device", None)
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """New memory."""
     made = torch.empty(shape, dtype=dtype, device=device)
-    told = getattr(THREAD, "builder", None)
+    told = THREAD.builder
     if told is not None:
         told.allocate(made)
     return made
@@ -68,7 +69,7 @@ def zeros(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) 
 def zero(x: Tensor) -> Tensor:
     """Fill it with zeros."""
     x.zero_()
-    told = getattr(THREAD, "builder", None)
+    told = THREAD.builder
     if told is not None:
         told.zero(x)
     return x
