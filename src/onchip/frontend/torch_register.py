@@ -119,6 +119,8 @@ class Operator(Generic[C, O]):
     """Names of the call's tensors whose leading dimensions are the tokens', hidden states first, if forward and
     gradients do no more than launch kernels and PyTorch's operators, for any number of tokens and without memory too:
     then the kernels of all lengths are compiled together, before the first launch."""
+    ahead: Callable[[C], None] | None = None
+    """With `by_token`: does on the host what calls with other numbers of tokens will need, and keeps it."""
     direct: Callable[[Any], bool] | None = None
     """Whether `gradients` is to run unregistered for this call."""
     overwrites: Callable[[Any], bool] | None = None
@@ -208,6 +210,8 @@ class Operator(Generic[C, O]):
             ]
             with suppress(ValueError):  # scratch_bytes may be too small
                 self._rehearse_with(call, tensors)
+        if self.ahead is not None:
+            self.ahead(call)
 
     def _rehearse_with(self, call: C, tensors: Made) -> None:
         likewise = self.call.build(tensors, self.call.rest_of(call))

@@ -63,7 +63,7 @@ def _by_outputs(kept: TritonKept[LinearCrossEntropyCall], upstream: Made) -> Any
             of_loss = grad_loss, _divisor(call, run.vectors.number), setup.flat(call.token_weight)
             mean = call.options.reduction == "mean"
             # Forward divided the numbers that it rounded.
-            rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
+            rounded = kept.config.in_forward and rounds_in_forward(setup.problem_of(call))
             return walks.loss_gradients(run, softmax, *of_loss, mean=mean, by_mean=mean and not rounded)
         made = stated_on(call, _of_ids, grad_loss, softmax.lse, softmax.log_prob)
         return walks.OutputGradients(*made), None

@@ -74,6 +74,7 @@ def kernels(
         "consumed": ("hidden_memory", "weight_memory", "scratch_memory"),
         "by_token": ("hidden", "ids", "token_temperature", "token_weight", "labels", "probs"),
         "exchanges": lambda call: call.shards.there,
+        "ahead": setup.plan_ahead,
     }
     kept: Any = TritonKept
     return loss.operator("triton", TritonSaved, kept=kept[loss.call], states=True, **OF_LAYER, **given | functions)

@@ -72,9 +72,10 @@ class Vectors(NamedTuple):
 
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
-        each, count = packed[:-1].view(6, up(tokens, VECTOR))[:, :tokens], packed[-1:]
-        position, order, label = each[:3].unbind()
-        factor, shift, base = each[3:].view(torch.float32).unbind()
+        # One operator for all, with what lies between them.
+        *each, count = packed.split_with_sizes([tokens, up(tokens, VECTOR) - tokens] * 6 + [1])
+        position, order, label = each[0:6:2]
+        factor, shift, base = [x.view(torch.float32) for x in each[6::2]]
         return Vectors(packed, position, order, label, count, factor, shift, base)
 
 

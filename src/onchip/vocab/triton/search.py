@@ -4,7 +4,6 @@ framework.
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -40,12 +39,16 @@ MUCH_LONGER = 1.06
 
 def in_whole_tiles(p: Problem) -> Problem:
     """The same with so many tokens that their tiles are whole, if there are more than a few."""
-    tokens = up(p.tokens, TOKEN_TILE) if p.tokens > FEW_TOKENS else p.tokens
+    return of_length(p, up(p.tokens, TOKEN_TILE)) if p.tokens > FEW_TOKENS else p
+
+
+def of_length(p: Problem, tokens: int) -> Problem:
+    """The same with so many tokens."""
     if tokens == p.tokens:
         return p
     weight = p.vocab * p.hidden * DTYPE_BYTES[p.weight_dtype]
     fixed = weight if p.copied >= weight else 0  # a copy of the weight doesn't grow with the tokens
-    return replace(p, tokens=tokens, copied=fixed - (fixed - p.copied) * tokens // p.tokens)
+    return p.with_tokens(tokens, fixed - (fixed - p.copied) * tokens // p.tokens)
 
 
 def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> TritonPlan | None:

@@ -8,10 +8,11 @@ turns these into the gradients in place; autograd clones them first if the graph
 
 import math
 import mmap
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,18 +20,26 @@ from torch import Tensor
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
-from onchip.frontend.torch_register import Wanted
+from onchip.frontend.torch_packing import packing_of
+from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
+from onchip.vocab.memory import Problem
 from onchip.vocab.rows.launches import flat as flat
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.search import of_length
 from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import records
     from onchip.vocab.triton.blocks import BufferRows
+
+
+# Seconds of a cold start in which plans are made for other numbers of tokens.
+PLANNING = 0.05
+C = TypeVar("C", bound=LinearCall)
 
 
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,6 +57,30 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     return reason
 
 
+def problem_of(layer: Layer) -> Any:
+    """The problem of a call, made once."""
+    made = vars(layer).get("made_problem")
+    if made is None:
+        made = vars(layer)["made_problem"] = layer.problem("cuda")
+    return made
+
+
+def of_any_length(call: C) -> tuple[Callable[[Made], C], Made]:
+    """A function that makes the same call of other tensors, with another number of tokens; and the call's tensors."""
+    kind: Any = type(call)
+    packing, problem = packing_of(kind), problem_of(call)
+    names = packing.tensors
+    rest = {f.name: getattr(call, f.name) for f in fields(call) if f.name not in names}
+
+    def make(tensors: Made) -> C:
+        made: C = object.__new__(kind)
+        vars(made).update(rest, **dict(zip(names, tensors, strict=True)))
+        vars(made)["made_problem"] = problem.with_tokens(made.number, problem.copied)
+        return made
+
+    return make, packing.tensors_of(call)
+
+
 def plan(call: LinearCall) -> TritonPlan:
     """The plan for a call, or for a fake one, whose sizes may be symbols.
 
@@ -60,10 +93,32 @@ def plan(call: LinearCall) -> TritonPlan:
     return made
 
 
-def _plan(call: LinearCall) -> TritonPlan:
-    problem = call.problem("cuda", **call.of_kernels)
+def _problem(call: LinearCall) -> Problem:
+    """What is planned for."""
+    problem: Problem = problem_of(call)
+    if changed := {name: x for name, x in call.of_kernels.items() if x != getattr(problem, name)}:
+        problem = replace(problem, **changed)
     if call.shards.most:  # each rank makes the plan of the one with the most rows
         problem = replace(problem, vocab=call.shards.most)
+    return problem
+
+
+def plan_ahead(call: LinearCall) -> None:
+    """Make plans for other numbers of tokens, the nearest first, as long as that takes a small part of a cold start."""
+    if call.budget is not None:
+        return
+    problem, end = _problem(call), time.perf_counter() + PLANNING
+    whole = up(problem.tokens, TOKEN_TILE)
+    for step in range(TOKEN_TILE, 2 * whole, TOKEN_TILE):
+        for tokens in (whole + step, whole - step):
+            if tokens > whole // 3:
+                planner.plan(of_length(problem, tokens), call.options.strategy)
+        if time.perf_counter() > end:
+            return
+
+
+def _plan(call: LinearCall) -> TritonPlan:
+    problem = _problem(call)
     if call.compiled and call.budget is None:
         return planner.plan_for_symbols(problem, call.options.strategy)
     if call.compiled or any(isinstance(x, torch.SymInt) for x in (problem.tokens, problem.hidden, problem.vocab)):
@@ -106,7 +161,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
         return TritonSaved(blank(), blank(), blank(), vectors, blank())
     make = empty if fake else aligned
     if config.in_forward:
-        problem = layer.problem("cuda")
+        problem = problem_of(layer)
         size = triton_spec.hidden_digits(problem) + triton_spec.sum_in_scratch(problem)
         size += triton_spec.digits_beyond(problem, config)
         gradient = layer.grads[1] and not problem.weight_grad_out
@@ -176,7 +231,7 @@ class TokenChunk(NamedTuple):
     @staticmethod
     def empty(layer: Layer, config: TritonPlan, saved: TritonSaved, tokens: int, *, first: bool) -> "TokenChunk":
         """For at most `tokens` tokens; `first`: memory for the first chunk."""
-        hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
+        hidden, size, problem = layer.hidden, layer.hidden.shape[-1], problem_of(layer)
         vocab, left = up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
         in_gradient = triton_spec.in_gradient(problem, config, tokens, first=first)
         in_digits = triton_spec.in_digits(problem, config, tokens, first=first)
@@ -229,7 +284,7 @@ class Sums(NamedTuple):
     def of(layer: Layer, saved: TritonSaved) -> "Sums":
         from onchip.vocab.triton.records import Sum
 
-        problem, scratch = layer.problem("cuda"), saved.scratch_memory.view(torch.uint8)
+        problem, scratch = problem_of(layer), saved.scratch_memory.view(torch.uint8)
         shape, in_scratch = layer.weight.shape, triton_spec.sum_in_scratch(problem)
         hidden, weight = Sum(saved.hidden_memory), Sum(saved.weight_memory)
         if layer.grads[0]:
@@ -279,47 +334,31 @@ def _spanning(
     from onchip.vocab.triton.blocks import BufferRows, odd
     from onchip.vocab.triton.records import LogitBuffer
 
-    spread = partial(
-        _spread,
-        sizes=tuple([x.numel() * x.element_size() for x in given]),
-        row=VOCAB_TILE * given[0].itemsize,
-        shift=shift,
-        stride=stride,
-        tiles=tiles,
-        make=BufferRows,
-        odd=odd,
-    )
-    address, number, rows = spread(*[x.data_ptr() for x in given])
-    pieces = tuple([x for x in given if x.numel() > 0])
-    first = next(x for x in pieces if x.data_ptr() == address)
-    matrix = first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(number, VOCAB_TILE)
+    element, addresses = given[0].itemsize, [x.data_ptr() for x in given]
+    cut = tuple([x.numel() * element for x in given]), VOCAB_TILE * element, shift, stride, tiles, BufferRows, odd
+    address, number, rows = _spread(cut, *addresses)
+    first = given[addresses.index(address)]
+    matrix = first.as_strided((number, VOCAB_TILE), (0, 1))
     told = stated.builder()
     if told is not None:
-        told.derive(spread, given, matrix, rows)
-    return LogitBuffer(pieces, matrix, rows, kept)
+        told.derive(partial(_spread, cut), given, matrix, rows)
+    return LogitBuffer(given, matrix, rows, kept)
 
 
-def _spread(
-    *addresses: int,
-    sizes: tuple[int, ...],  # bytes of the pieces
-    row: int,  # bytes
-    shift: int,  # rows
-    stride: int,
-    tiles: tuple[int, int, int],
-    make: "type[BufferRows]",
-    odd: "Callable[[int], int]",
-) -> "tuple[int, int, BufferRows]":
+_Cut = tuple[tuple[int, ...], int, int, int, tuple[int, int, int], "type[BufferRows]", Callable[[int], int]]
+"""Bytes of the pieces and of a row; rows that the first piece is shifted by, and the stride in it; tiles of each."""
+
+
+def _spread(cut: _Cut, *addresses: int) -> "tuple[int, int, BufferRows]":
     """Where the matrix that spans these pieces begins, how many rows it has, and which rows belong to which piece.
 
-    Tapes call it too, so it imports nothing: 3.6 us instead of 5.0.
+    Prepared calls call it too, so it imports nothing: 3.6 us instead of 5.0.
     """
-    there = [piece for piece in zip(addresses, sizes, strict=True) if piece[1] > 0]
-    first = min(there)[0]
-    rows = (max([address + size for address, size in there]) - first) // row
-    places = [
-        divmod(address - first, row) if size > 0 else (0, 0) for address, size in zip(addresses, sizes, strict=True)
-    ]
-    if [more for _, more in places if more]:
+    sizes, row, shift, stride, tiles, make, odd = cut
+    first = min([address for address, size in zip(addresses, sizes, strict=True) if size])
+    rows = (max([address + size for address, size in zip(addresses, sizes, strict=True) if size]) - first) // row
+    starts = [address - first if size else 0 for address, size in zip(addresses, sizes, strict=True)]
+    if [start for start in starts if start % row]:
         raise RuntimeError(
             f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
             "where it is (saved-tensor hooks move it), or pass backend='plain'"
@@ -328,7 +367,7 @@ def _spread(
         raise RuntimeError(
             "device memory is spread over more than half a terabyte of addresses; pass strategy='recompute'"
         )
-    weight_grad, scratch, third = [place for place, _ in places]
+    weight_grad, scratch, third = [start // row for start in starts]
     return (
         first,
         rows,

@@ -116,25 +116,28 @@ def forward(
         """0 for ignored tokens; each call makes its own, since an operator's outputs must not share memory."""
         return stated.zeros(tokens, torch.float32, device)
 
-    leading = zeros() if exchange is None else exchange.log_prob
-    made = TokenSoftmax(
-        zeros() if exchange is None else exchange.lse,
-        leading[:, None] if k == 1 else empty(k),
-        zeros() if asked.entropy else None,
-        leading,
-        zeros() if smoothing else None,
-        stated.call(torch.full, (tokens,), -1, dtype=torch.int64, device=device) if asked.entropy else None,
-        zeros() if asked.mean_logits else None,
-        zeros() if asked.sum_sq else None,
-        zeros() if asked.top else None,
-        zeros() if losses else None,
-        stated.zeros(tokens, torch.bool, device) if losses and asked.entropy else None,
-    )
+    def outputs() -> TokenSoftmax:
+        leading = zeros() if exchange is None else exchange.log_prob
+        return TokenSoftmax(
+            zeros() if exchange is None else exchange.lse,
+            leading[:, None] if k == 1 else empty(k),
+            zeros() if asked.entropy else None,
+            leading,
+            zeros() if smoothing else None,
+            stated.call(torch.full, (tokens,), -1, dtype=torch.int64, device=device) if asked.entropy else None,
+            zeros() if asked.mean_logits else None,
+            zeros() if asked.sum_sq else None,
+            zeros() if asked.top else None,
+            zeros() if losses else None,
+            stated.zeros(tokens, torch.bool, device) if losses and asked.entropy else None,
+        )
+
     stated.zero(run.vectors.packed)
     if exchange is not None and call.grads[0]:
         stated.zero(saved.hidden_memory)  # of tokens that are ignored
     if tokens == 0:
-        return made
+        return outputs()
+    made: TokenSoftmax | None = None
     temperature = call.token_temperature
     if temperature is not None:
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
@@ -147,13 +150,14 @@ def forward(
     if len(sizes) > 1 or config.in_forward:
         numbers = stated.empty((len(sizes) + 1, VECTOR), torch.int32, device)
     compact(run.vectors, target, ignored, numbers, sizes).run()
-    rounds = config.in_forward and rounds_in_forward(call.problem("cuda"))
+    rounds = config.in_forward and rounds_in_forward(setup.problem_of(call))
     by = divisor() if config.in_forward and (call.grads[1] or exchange is not None) else None
     found: tuple[OutputGradients, Tensor] | None = None
 
     def told() -> tuple[TokenSoftmax, OutputGradients, Tensor]:
         """The softmax of the tokens so far, and the gradients with respect to the sum of the losses."""
         nonlocal found
+        assert made is not None
         known = made if exchange is None else exchange.combine(run)
         if found is None or run.loss_terms.of_lse:  # that of z-loss follows from lse
             # What the last chunk rounds is divided by what the loss is.
@@ -168,6 +172,7 @@ def forward(
             memory = ForwardMemory.empty(run, call, config, saved, sums, size, first=i == 0)
         launches.gather(run, hidden, ids, ignore_index, temperature, picked, memory.rows, first).run()
         launches.softmax(run, memory.rows, memory.partials, memory.kept, first).run()
+        made = made or outputs()  # while the device is busy
         part = run if numbers is None else run.part(first, last, numbers[i, :1])
         part.launch(
             softmax.merge_tiles,
@@ -203,6 +208,7 @@ def forward(
                 following, out = numbers[i + 1, :1] if rounds else None, saved.hidden_memory
                 ends = {"last": last == tokens, "add": first > 0}
                 _chunk_gradients(part, call, memory.chunk, told, following, exchange, out, **ends)
+    assert made is not None
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -305,7 +311,9 @@ def _chunk_weight(part: Run, chunk: setup.TokenChunk, terms: PositionTerms, end:
 
 def _ids(call: LinearCall) -> Tensor:
     """The ids, [T, K] int64."""
-    shape = call.number, call.several
+    ids, shape = call.ids, (call.number, call.several)
+    if ids.dtype == torch.int64 and ids.is_contiguous():
+        return ids.view(shape)
     return stated.converted(call.ids, lambda ids: ids.reshape(shape).to(torch.int64).contiguous())
 
 
@@ -430,7 +438,7 @@ def _scale_sums(
     """Make the gradients from what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
-        rounded = rounds_in_forward(call.problem("cuda"))
+        rounded = rounds_in_forward(setup.problem_of(call))
         _scale_weight(run, sums.weight, grads.weight, factor, rounded=rounded, add=grads.add)
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
