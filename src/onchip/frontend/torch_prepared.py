@@ -170,8 +170,8 @@ class Known:
         """
         with self._lock:
             self._known[kind] = what
-            for oldest in [*self._known][:-MOST_KINDS]:
-                del self._known[oldest]
+            while len(self._known) > MOST_KINDS:
+                del self._known[next(iter(self._known))]
 
 
 _ALL: list[Known] = []  # one for each public function, two for each operator

@@ -131,9 +131,15 @@ class Launch(NamedTuple):
     def _key(self, compiled: "_Compiled", device: int, values: Sequence[Any]) -> Any:
         """Everything that decides what is compiled."""
         given, others = self.given, self.shared.traits
-        traits = [trait(given[name]) if name in given else others[name] for name in compiled.variables]
-        sizes = [_size_trait(x) for x in compiled.numbers(values)]
-        return device, self.warps, self.stages, self.registers, compiled.constants(values), *traits, *sizes
+        key = [device, self.warps, self.stages, self.registers, compiled.constants(values)]
+        for name in compiled.variables:
+            if name in given:
+                x = given[name]
+                key.append(_TRAITS.get(type(x), _other_trait)(x))
+            else:
+                key.append(others[name])
+        key += [_size_trait(x) for x in compiled.numbers(values)]
+        return tuple(key)
 
     def spills(self, most: int = SPILLED) -> bool:
         """Whether a thread's stack has more than `most` bytes, as compiled for the current device: registers don't
@@ -218,8 +224,8 @@ def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], bl
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
     made = object.__new__(TensorDescriptor)
-    made.base, made.padding = x, "zero"
-    made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
+    shape, strides, block = [*shape], [*strides], [*block]
+    made.__dict__ = {"base": x, "padding": "zero", "shape": shape, "strides": strides, "block_shape": block}
     return made
 
 
@@ -229,12 +235,14 @@ def shared_descriptor(
     """As `block_descriptor`, for kernels in Gluon, which state how a block lies in shared memory: in patterns of
     `swizzle` bytes per row, or of a whole row if that is less; 0: row by row.
     """
-    width, bits = min(swizzle, block[-1] * x.element_size()), 8 * x.element_size()
+    size = x.element_size()
+    width, bits = min(swizzle, block[-1] * size), 8 * size
     kind, layout = _shared_layout(width, bits, len(block))
     made: Any = object.__new__(kind)
-    made.base, made.padding = x, "zero"
-    made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
-    made.layout = layout
+    shape, strides, block = [*shape], [*strides], [*block]
+    made.__dict__ = {
+        "base": x, "padding": "zero", "shape": shape, "strides": strides, "block_shape": block, "layout": layout,
+    }  # fmt: skip
     return made
 
 
@@ -264,13 +272,15 @@ def _size_trait(x: Any) -> Any:
 
 
 def _tensor_trait(x: Tensor) -> Any:
-    return x.dtype, x.data_ptr() % 16 == 0
+    """Its dtype, and whether it isn't aligned."""
+    return (x.dtype, "unaligned") if x.data_ptr() % 16 else x.dtype
 
 
 def _other_trait(x: Any) -> Any:
     """The trait of a named tuple, a subclass of Tensor, or a TensorDescriptor; a constant is its own trait."""
     if isinstance(x, tuple):
-        return type(x), *[_TRAITS.get(type(y), _other_trait)(y) for y in x]
+        get, other = _TRAITS.get, _other_trait
+        return type(x), *[None if y is None else get(type(y), other)(y) for y in x]
     if isinstance(x, Tensor):
         return _tensor_trait(x)
     return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else x
