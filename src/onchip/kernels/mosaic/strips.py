@@ -3,8 +3,12 @@
 A strip is a vector of N numbers: each thread has `unit` of them side by side, up to 16 bytes, and then those that are
 128 * unit further on.  Strips begin at multiples of `unit`.  Mosaic's own accesses know of no such alignment, and wait
 for all threads.
+
+`most` and `sum` reduce strips to a number for each thread, [128], which takes a register; `spread` is the way back.
 """
 
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,8 +29,53 @@ class Strips:
 
     def __init__(self, size: int, unit: int, interpret: Any) -> None:
         assert size % (THREADS * unit) == 0
-        self.size, self.unit, self.interpreted = size, unit, interpret is not None
+        self.size, self.unit, self.interpret, self.interpreted = size, unit, interpret, interpret is not None
         self.layout = plgpu.Layout.WG_STRIDED((size,), vec_size=unit)
+
+    @property
+    def of_threads(self) -> "Strips":
+        """Vectors of a number for each thread."""
+        return Strips(THREADS, 1, self.interpret)
+
+    def most(self, strips: Sequence[Any]) -> Any:
+        """[128]: the largest number that each thread has of these strips."""
+        return self._folded(jnp.maximum, jnp.max, arith.maximumf, strips)
+
+    def sum(self, strips: Sequence[Any]) -> Any:
+        """[128]: the sum of what each thread has of these strips."""
+        return self._folded(jnp.add, jnp.sum, arith.addf, strips)
+
+    def _folded(self, of_strips: Any, of_array: Any, of_numbers: Callable[..., Any], strips: Sequence[Any]) -> Any:
+        x = reduce(of_strips, strips)
+        if self.interpreted:
+            return of_array(x.reshape(-1, THREADS, self.unit), (0, 2))
+        one = self.of_threads
+
+        @plgpu.inline_mgpu(
+            arg_types=(self.layout,), return_type=plgpu.ShapeDtypeStruct((THREADS,), x.dtype, one.layout)
+        )
+        def folded(_: Any, x: Any) -> Any:
+            numbers = [part(register, i) for register in x.registers.flat for i in range(self.unit)]
+            while len(numbers) > 1:
+                pairs = [numbers[i : i + 2] for i in range(0, len(numbers), 2)]
+                numbers = [of_numbers(*pair) if len(pair) > 1 else pair[0] for pair in pairs]
+            return one.array([vector_of(numbers, ir.F32Type.get())])
+
+        return folded(x)
+
+    def spread(self, x: Any) -> Any:
+        """A strip that has each thread's number of [128] throughout."""
+        if self.interpreted:
+            return jnp.broadcast_to(x[None, :, None], (self._registers, THREADS, self.unit)).reshape(self.size)
+        made = plgpu.ShapeDtypeStruct((self.size,), x.dtype, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.of_threads.layout,), return_type=made)
+        def spread(_: Any, x: Any) -> Any:
+            (register,) = x.registers.flat
+            element = ir.VectorType(register.type).element_type
+            return self.array([vector_of([part(register, 0)] * self.unit, element)] * self._registers)
+
+        return spread(x)
 
     def full(self, value: Any, dtype: Any = jnp.float32) -> Any:
         made = jnp.full((self.size,), value, dtype)

@@ -36,7 +36,7 @@ class Tuning(NamedTuple):
 
     ahead: int  # entries that a thread reads at a time
     block: int  # a thread's entries of a block, a multiple of that
-    programs: int  # per multiprocessor
+    programs: int  # per multiprocessor, which take one block after the other; 0: one for each block
     early: bool = False  # whether the next entries are on their way while these are worked on
 
 
@@ -66,12 +66,21 @@ class _Rows:
         self.ahead = max(1, min(tuning.ahead // unit, vocab // self.strips.size))
         self.block = -(-tuning.block // (self.ahead * unit)) * self.ahead * self.strips.size
         self.blocks, self.early = -(-vocab // self.block), tuning.early
-        self.programs = tuning.programs * multiprocessors() if interpret is None else 2
+        self.programs = tuning.programs * (multiprocessors() if interpret is None else 1)
 
     def launch(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], do: Callable[[Refs, "_Block"], None]
     ) -> dict[str, Any]:
         """Do this for each block of each row."""
+
+        inputs, name = {**inputs, "end": self.end}, f"jsd_{self.kernel}"
+        of_kernel = {"warpgroups": None, "name": name, "interpret": self.interpret}
+        if not self.programs:
+
+            def one(refs: Refs) -> None:
+                do(refs, _Block(self, lax.axis_index("row"), lax.axis_index("block"), refs.get("end")))
+
+            return launch(one, inputs, outputs, (), grid={"row": self.count, "block": self.blocks}, **of_kernel)
 
         def body(refs: Refs) -> None:
             program = lax.axis_index("program")
@@ -83,9 +92,7 @@ class _Rows:
 
             lax.fori_loop(0, ceil_div(self.count * self.blocks - program, self.programs), item, None)
 
-        inputs = {**inputs, "end": self.end}
-        grid, name = {"program": self.programs}, f"jsd_{self.kernel}"
-        return launch(body, inputs, outputs, (), grid=grid, warpgroups=None, name=name, interpret=self.interpret)
+        return launch(body, inputs, outputs, (), grid={"program": self.programs}, **of_kernel)
 
     def sums(self, *names: str) -> dict[str, Any]:
         """Outputs: a number for each block of each row."""
@@ -102,7 +109,8 @@ class _Block:
         self.strips.store(ref.at[row, pl.ds(column, self.strips.size)], value.astype(ref.dtype))
 
     def vectors(self, *values: float) -> tuple[Any, ...]:
-        return tuple(self.strips.full(value) for value in values)
+        """A number for each thread."""
+        return tuple(self.strips.of_threads.full(value) for value in values)
 
     def put(self, refs: Refs, **numbers: Any) -> None:
         for name, x in numbers.items():
@@ -224,19 +232,16 @@ def softmax(
                 for i, column in enumerate(columns):
                     z[i], state = without_ids(column, z[i], state)
             z = z if new is None else [jnp.where(new, x, -jnp.inf) for x in z]
-            largest = top
-            for x in z:
-                largest = jnp.maximum(largest, x)
-            drop = top - largest
-            soft = soft * jnp.exp2(drop * scale)
-            below = [x - largest for x in z]
-            for x in below:
-                soft = soft + jnp.exp2(x * scale)
+            largest = jnp.maximum(top, b.strips.most(z))
+            drop, at = top - largest, b.strips.spread(largest)
+            below = [x - at for x in z]
+            soft = soft * jnp.exp2(drop * scale) + b.strips.sum([jnp.exp2(x * scale) for x in below])
             if hard:
-                total = hard[0] * jnp.exp2(drop * LOG2E)
-                for column, x in zip(columns, below, strict=True):
-                    total = total + jnp.where(b.strips.places() == y - column, 0.0, jnp.exp2(x * LOG2E))
-                hard = [total]
+                others = [
+                    jnp.where(b.strips.places() == y - column, 0.0, jnp.exp2(x * LOG2E))
+                    for column, x in zip(columns, below, strict=True)
+                ]
+                hard = [hard[0] * jnp.exp2(drop * LOG2E) + b.strips.sum(others)]
             return state, largest, soft, *hard
 
         state = None
@@ -290,8 +295,8 @@ def terms(
                     log_s, log_t = (jnp.where(new, x, FLOOR) for x in (log_s, log_t))
                 term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near, b.strips.log2)
                 made = [term, *((by_s, s) if means[0] else ()), *((by_t, t) if means[1] else ())]
-                carry = [a + b for a, b in zip(carry, made, strict=True)]
-            return tuple(carry)
+                carry = tuple(x + b.strips.sum([each]) for x, each in zip(carry, made, strict=True))
+            return carry
 
         sums = b.over(_models(refs), step, b.vectors(*[0.0] * len(names)))
         b.put(refs, **{name: jnp.sum(x) for name, x in zip(names, sums, strict=True)})
@@ -340,7 +345,7 @@ def gradients(
         def zeros(columns: Sequence[Any], rows: Any, new: Any, carry: Any) -> Any:
             for column in columns:
                 for k in wanted:
-                    b.store(targets[k], to[k], column, b.vectors(0.0)[0])
+                    b.store(targets[k], to[k], column, b.strips.full(0.0))
             return carry
 
         def of_row() -> None:

@@ -3,12 +3,13 @@ gradient from them.
 
 A program is a warpgroup with one row.  It walks through the row's V logits a tile at a time, several strips of
 `onchip.kernels.mosaic.strips`; the last tile begins early, so that it ends with the row, and takes no logit twice.
-Running sums are kept place by place of a strip, so that threads meet only at the end of a row.
+Each thread has a maximum and sums of its own, so that threads meet only at the end of a row, and what a larger maximum
+makes of older sums costs little.
 
 x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,16 +90,13 @@ def statistics(
 
     def of_row(refs: Refs, row: Any) -> None:
         k2 = refs["factor"][row if factor.size > 1 else 0] * LOG2E
-        of = _unscaled(refs, strips)
+        of, each, entries = _unscaled(refs, strips), strips.of_threads, refs.get("labels")
         reference = None
         if wanted.even:
             # Sums relative to a logit of the row keep their digits, if that is a number.
             first = refs["logits"][row, 0].astype(jnp.float32)
             first = first if inner_scale is None else tanh(first * refs["inner_scale"][0])
             reference = jnp.where((first > LOWEST) & (first < -LOWEST), first, 0.0)
-
-        def of_label(start: Any, i: int) -> Any:
-            return strips.floats(strips.load(refs["labels"].at[row, pl.ds(start + i * strips.size, strips.size)]))
 
         def weighed(x: Any, start: Any, i: int) -> Any:
             """A class that weighs nothing counts for nothing, where 0 * -inf would not be 0."""
@@ -107,66 +105,65 @@ def statistics(
             w = strips.load(refs["class_weight"].at[pl.ds(start + i * strips.size, strips.size)])
             return jnp.where(w > 0, x * w, 0.0)
 
-        state = {name: strips.full({"best": LOWEST, "argmax": NO_COLUMN}.get(name, 0), outputs[name].dtype)
-                 for name in names}  # fmt: skip
+        def found(start: Any, skip: int, raw: Sequence[Any]) -> tuple[list[Any], list[Callable[[Any, float], Any]]]:
+            """x of a tile, -inf where an entry doesn't count, and what replaces others' numbers there."""
+            inside = _inside(refs, strips, start, skip, len(raw))
+            return [counted(of(x), -jnp.inf) for counted, x in zip(inside, raw, strict=True)], inside
 
         def absorb(start: Any, skip: int, raw: list[Any], state: dict[str, Any]) -> dict[str, Any]:
             """The state with a tile in it, whose first `skip` logits were in others."""
-            xs, new = [of(x) for x in raw], {}
-            inside = _inside(refs, strips, start, skip, len(raw))
-            qs = [] if labels is None else [of_label(start, i) for i in range(len(xs))]
+            logits, labels = (raw, raw) if entries is None else zip(*raw, strict=True)
+            xs, inside = found(start, skip, logits)
+            top, new = state["best"], {}
             if reference is not None:
-                total = state["offset_sum"]
-                for i, x in enumerate(xs):
-                    total = total + inside[i](weighed(x - reference, start, i), 0.0)
-                new["offset_sum"] = total
-            xs = [counted(x, -jnp.inf) for counted, x in zip(inside, xs, strict=True)]
-            largest = xs[0]
-            for x in xs[1:]:
-                largest = jnp.maximum(largest, x)
-            top = state["best"]
-            new["best"] = jnp.maximum(top, largest)
+                offsets = [
+                    counted(weighed(of(x) - reference, start, i), 0.0)
+                    for i, (counted, x) in enumerate(zip(inside, logits, strict=True))
+                ]
+                new["offset_sum"] = state["offset_sum"] + strips.sum(offsets)
+            new["best"] = best = jnp.maximum(top, strips.most(xs))
             if wanted.argmax:
-                at = jnp.where(xs[-1] == largest, (len(xs) - 1) * strips.size, NO_COLUMN)
-                for i in reversed(range(len(xs) - 1)):
-                    at = jnp.where(xs[i] == largest, i * strips.size, at)
-                new["argmax"] = jnp.where(largest > top, at + (start + strips.places()), state["argmax"])
-            drop = (top - new["best"]) * k2
-            decay = jnp.exp2(drop)
-            total = state["total"] * decay
-            below = jnp.where(drop < 0, state["total"], state["below"]) * decay
+                new["argmax"] = jnp.where(best > top, start + each.full(0, jnp.int32), state["argmax"])
+            drop = (top - best) * k2
+            decay, at, further = jnp.exp2(drop), strips.spread(best), jnp.maximum(drop, NOTHING)
+            new["total"] = state["total"] * decay
+            new["below"] = jnp.where(drop < 0, state["total"], state["below"]) * decay
             if wanted.entropy:
-                moment = decay * (state["moment"] + state["total"] * jnp.maximum(drop, NOTHING))
+                new["moment"] = decay * (state["moment"] + state["total"] * further)
             if wanted.sum_sq:
-                squares = state["squares"] * (decay * decay)
-                squares_below = jnp.where(drop < 0, state["squares"], state["squares_below"]) * (decay * decay)
-            for x in xs:
-                d = (x - new["best"]) * k2
+                new["squares"] = state["squares"] * (decay * decay)
+                new["squares_below"] = jnp.where(drop < 0, state["squares"], state["squares_below"]) * (decay * decay)
+            for which in costs:
+                new[f"{which}mass"] = state[f"{which}mass"]
+                new[f"{which}cost"] = state[f"{which}cost"] - state[f"{which}mass"] * further
+
+            def add(name: str, x: Any) -> None:
+                new[name] = new[name] + strips.sum([x])
+
+            for i, x in enumerate(xs):
+                d = (x - at) * k2
                 e = jnp.exp2(d)
                 others = jnp.where(e > LEADING, 0.0, e)
-                total, below = total + e, below + others
+                add("total", e)
+                add("below", others)
                 if wanted.entropy:
                     # p log p is 0 at p = 0, and 0 * -inf is not.
-                    moment = moment + e * jnp.maximum(d, NOTHING)
+                    add("moment", e * jnp.maximum(d, NOTHING))
                 if wanted.sum_sq:
-                    squares, squares_below = squares + e * e, squares_below + others * others
-            new |= {"total": total, "below": below}
-            if wanted.entropy:
-                new["moment"] = moment
-            if wanted.sum_sq:
-                new |= {"squares": squares, "squares_below": squares_below}
-            for which in costs:
-                mass = state[f"{which}mass"]
-                cost = state[f"{which}cost"] - mass * jnp.maximum(drop, NOTHING)
-                for i, q in enumerate(qs):
-                    q = weighed(q, start, i) if which == costs[0] else q
-                    q = inside[i](q, 0.0)
+                    add("squares", e * e)
+                    add("squares_below", others * others)
+                for which in costs:
+                    q = strips.floats(labels[i])
+                    q = inside[i](weighed(q, start, i) if which == costs[0] else q, 0.0)
                     # What has no probability costs nothing, where 0 * -inf would not be 0.
-                    cost, mass = cost + jnp.where(q == 0, 0.0, q * ((new["best"] - xs[i]) * k2)), mass + q
-                new |= {f"{which}cost": cost, f"{which}mass": mass}
+                    add(f"{which}cost", jnp.where(q == 0, 0.0, q * -d))
+                    add(f"{which}mass", q)
             return new
 
-        state = _walk(refs["logits"], row, vocab, t, strips, absorb, state)
+        state = {name: each.full({"best": LOWEST, "argmax": NO_COLUMN}.get(name, 0), outputs[name].dtype)
+                 for name in names}  # fmt: skip
+        sources = [refs["logits"]] if entries is None else [refs["logits"], entries]
+        state = _walk(sources, row, vocab, t, strips, absorb, state)
         best = jnp.max(state["best"])
         drop = (state["best"] - best) * k2
         decay = jnp.exp2(drop)
@@ -191,7 +188,15 @@ def statistics(
             share = share if class_weight is None else refs["class_total"][0]
             made["offset_sum"] = (made["offset_sum"] + (reference - best) * share) * k
         if wanted.argmax:
-            made["argmax"] = jnp.min(jnp.where(led, NO_COLUMN, state["argmax"]))
+            # The first tile that has it is read once more.
+            tile = jnp.min(jnp.where(led, NO_COLUMN, state["argmax"]))
+            start = jnp.minimum(tile, vocab - t.strips * strips.size)
+            xs, _ = found(start, 0, _read([refs["logits"]], row, start, t.strips, strips))
+            first = strips.full(NO_COLUMN, jnp.int32)
+            for i, x in enumerate(xs):
+                columns = start + i * strips.size + strips.places()
+                first = jnp.minimum(first, jnp.where(x == best, columns, NO_COLUMN))
+            made["argmax"] = jnp.where(tile == NO_COLUMN, NO_COLUMN, jnp.min(first))
         for name, value in made.items():
             store_number(refs[name].at[pl.ds(row, 1)], value, interpret)
 
@@ -249,16 +254,18 @@ def gradients(
                 write(refs, row, start + i * strips.size, strips.full(0.0))
             return state
 
-        _walk(None, row, vocab, t, strips, tile, jnp.int32(0))
+        _walk([], row, vocab, t, strips, tile, jnp.int32(0))
 
     def of_row(refs: Refs, row: Any) -> None:
         k = refs["factor"][row if factor.size > 1 else 0]
         of, a = _unscaled(refs, strips), {name: refs[f"by {name}"][row] for name in vectors}
         y = None if ids is None else refs["ids"][row]
+        of_rows = [refs["logits"]] if labels is None else [refs["logits"], refs["labels"]]
 
         def tile(start: Any, skip: int, raw: list[Any], state: Any) -> Any:
             inside = _inside(refs, strips, start, 0, len(raw))
             for i, each in enumerate(raw):
+                each, q = (each, None) if labels is None else each
                 x, first = of(each), start + i * strips.size
                 offset = x * k - a["center"]
                 if "entropy" in a:
@@ -269,7 +276,7 @@ def gradients(
                     g = jnp.exp2(offset * LOG2E) * a["factor"]
                 lacks = a.get("even")
                 if labels is not None:
-                    q = strips.floats(strips.load(refs["labels"].at[row, pl.ds(first, strips.size)])) * a["labels"]
+                    q = strips.floats(q) * a["labels"]
                     lacks = q if lacks is None else q + lacks
                 if lacks is not None:
                     if class_weight is not None:
@@ -282,7 +289,7 @@ def gradients(
                 write(refs, row, first, inside[i](g, 0.0))
             return state
 
-        _walk(refs["logits"], row, vocab, t, strips, tile, jnp.int32(0))
+        _walk(of_rows, row, vocab, t, strips, tile, jnp.int32(0))
 
     def body(refs: Refs) -> None:
         row = lax.axis_index("row")
@@ -325,8 +332,18 @@ def _inside(refs: Refs, strips: Strips, start: Any, skip: int, count: int) -> li
     return [of(i) for i in range(count)]
 
 
+def _read(sources: Sequence[Any], row: Any, start: Any, count: int, strips: Strips) -> list[Any]:
+    """Strips of a row: as they are stored, or of several sources together; None without any."""
+
+    def strip(i: int) -> Any:
+        raw = [strips.load(x.at[row, pl.ds(start + i * strips.size, strips.size)]) for x in sources]
+        return (raw[0] if len(raw) == 1 else tuple(raw)) if raw else None
+
+    return [strip(i) for i in range(count)]
+
+
 def _walk(
-    source: Any,  # [T, V], or None: nothing is read
+    sources: Sequence[Any],  # [T, V] each
     row: Any,
     vocab: int,
     t: RowWalk,
@@ -334,18 +351,16 @@ def _walk(
     take: Callable[[Any, int, list[Any], Any], Any],
     state: Any,
 ) -> Any:
-    """What take(first column, how many of it were in other tiles, strips as they were read, state) makes of `state`,
-    tile by tile of a row."""
+    """What take(first column, how many of it were in other tiles, strips as `_read` returns them, state) makes of
+    `state`, tile by tile of a row."""
     size = t.strips * strips.size
     loops, rest = divmod(vocab, size)
     last = -(-rest // strips.size)
 
     def read(start: Any, count: int) -> list[Any]:
-        if source is None:
-            return [None] * count
-        return [strips.load(source.at[row, pl.ds(start + i * strips.size, strips.size)]) for i in range(count)]
+        return _read(sources, row, start, count, strips)
 
-    if t.ahead and source is not None and loops > 1:
+    if t.ahead and sources and loops > 1:
 
         def following(i: Any, carry: Any) -> Any:
             raw, state = carry

@@ -26,14 +26,13 @@ from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.ptx import run_ptx
 from onchip.kernels.mosaic.ring import WARP, WarpRings, lane_of_warp, shared_address
-from onchip.kernels.mosaic.strips import THREADS, Strips, number, part, vector_of
+from onchip.kernels.mosaic.strips import Strips, number, part
 from onchip.vocab.rows.mosaic import LEADING, LOWEST
 
 _LEAST = 64000  # bytes of a row, of the shortest that were timed
 _HELD = 1  # rounds that registers hold
 _BEHIND = 1  # how many chunks may be sent and not yet read, before room is made for another
 _NUMBER = plgpu.Layout.WG_SPLAT
-_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 def ring_of(vocab: int, dtype: Any) -> WarpRings:
@@ -231,13 +230,10 @@ class _RowsOfProgram(NamedTuple):
         def absorb(raw: list[Any], state: Any) -> Any:
             top, total, below = state
             xs = [strips.floats(x) for x in raw]
-            largest = xs[0]
-            for x in xs[1:]:
-                largest = jnp.maximum(largest, x)
-            new = jnp.maximum(top, _most(strips, largest))
+            new = jnp.maximum(top, strips.most(xs))
             drop = (top - new) * k2
-            decay, at = _spread(strips, jnp.exp2(drop)), _spread(strips, new)
-            total, below = total * decay, jnp.where(_spread(strips, drop) < 0, total, below) * decay
+            decay, at = strips.spread(jnp.exp2(drop)), strips.spread(new)
+            total, below = total * decay, jnp.where(strips.spread(drop) < 0, total, below) * decay
             for x in xs:
                 e = jnp.exp2((x - at) * k2)
                 total, below = total + e, below + jnp.where(e > LEADING, 0.0, e)
@@ -251,7 +247,7 @@ class _RowsOfProgram(NamedTuple):
                 pl.when(n < w.again)(partial(self.free, i, n))
             return state
 
-        lowest = plgpu.layout_cast(jnp.full((THREADS,), LOWEST, jnp.float32), _THREAD)
+        lowest = strips.of_threads.full(LOWEST)
         ragged = w.vocab % ring.width != 0
         state = lax.fori_loop(0, w.own - ragged, forth, (lowest, strips.full(0.0), strips.full(0.0)))
         if ragged:
@@ -292,28 +288,6 @@ class _RowsOfProgram(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- numbers
 
 
-def _most(strips: Strips, x: Any) -> Any:
-    """Each thread's largest number of a strip, [THREADS]."""
-
-    @plgpu.inline_mgpu(arg_types=(strips.layout,), return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, _THREAD))
-    def run(_: Any, x: Any) -> Any:
-        return Strips(THREADS, 1, None).array([vector_of([_tree(arith.maximumf, _parts(x))], ir.F32Type.get())])
-
-    return run(x)
-
-
-def _spread(strips: Strips, x: Any) -> Any:
-    """A strip that has each thread's number [THREADS] throughout."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(_THREAD,), return_type=plgpu.ShapeDtypeStruct((strips.size,), jnp.float32, strips.layout)
-    )
-    def run(_: Any, x: Any) -> Any:
-        return strips.array([vector_of(_parts(x) * strips.unit, ir.F32Type.get())])
-
-    return run(x)
-
-
 def _log2(strips: Strips, x: Any) -> Any:
     """Of a number that all threads have, as `Strips.log2`."""
     splat = plgpu.Layout.WG_SPLAT((strips.size,))
@@ -342,9 +316,9 @@ def _joined(ring: WarpRings, shared: Any, at: Any, state: Any, k2: Any) -> list[
     `at` of shared memory on, where nobody reads what was told two rows ago."""
     shape = (ring.of_strips().size,)
     made = [plgpu.ShapeDtypeStruct(shape, jnp.float32, plgpu.Layout.WG_SPLAT(shape))] * 3
-    layout = ring.of_strips().layout
+    layout, of_threads = ring.of_strips().layout, ring.of_strips().of_threads.layout
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER, _THREAD, layout, layout, _NUMBER), return_type=made)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER, of_threads, layout, layout, _NUMBER), return_type=made)
     def run(_: Any, shared: Any, at: Any, top: Any, total: Any, below: Any, k2: Any) -> list[Any]:
         f32, k2, zero = ir.F32Type.get(), k2.registers.item(), arith.constant(ir.F32Type.get(), 0.0)
 
