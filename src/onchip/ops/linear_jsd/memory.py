@@ -263,7 +263,8 @@ def _mosaic_planner() -> Planner[JsdMosaicPlan]:
         chunks, again = -(-p.tokens // c.chunk), -(-p.vocab // c.columns) if c.columns else 0
         moved = 0.0
         for h in p.layers:
-            weight, product = 2 * h.vocab * h.hidden, 2 * p.tokens * p.vocab * h.hidden / OPERATIONS
+            # The last chunk takes as long as the others, however few tokens are in it.
+            weight, product = 2 * h.vocab * h.hidden, 2 * c.chunk * chunks * p.vocab * h.hidden / OPERATIONS
             # A product reads the weight for each chunk; half of that doesn't overlap with its operations.
             moved += max(product, weight * chunks) + weight / 2 * chunks
             if c.way == "summed":
@@ -273,7 +274,11 @@ def _mosaic_planner() -> Planner[JsdMosaicPlan]:
         return moved
 
     def useful(p: JsdProblem) -> int:
-        return min(scratch(p, made(p, way, MOSAIC_USEFUL[way], 0)) for way in _ways(p) if way != "again")
+        def chunk(way: str) -> int:
+            # An eighth of the tokens takes an eighth of the logits, and a little more.
+            return max(MOSAIC_USEFUL[way], up(-(-p.tokens // 8), MOSAIC_TILE) if way == "forward" else 0)
+
+        return min(scratch(p, made(p, way, chunk(way), 0)) for way in _ways(p) if way != "again")
 
     return Planner(
         mosaic_scratch_parts,
