@@ -51,7 +51,7 @@ def assert_near(a, b, tolerance):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    tuning = {key: Tuning(8, 16, 1, early=key[0] == "terms") for key in mosaic_kernels.TUNING}
+    tuning = {key: Tuning(8, 16, int(key[0] != "terms")) for key in mosaic_kernels.TUNING}
     monkeypatch.setattr(mosaic_kernels, "TUNING", tuning)
 
 

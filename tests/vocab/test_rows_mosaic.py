@@ -134,8 +134,8 @@ def test_kernels_lower(vocab, dtype, labels):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_fit_a_row(vocab, dtype):
     """Rows begin at multiples of what a thread reads, and the last tile begins in the row."""
-    for kernel, soft in itertools.product(("statistics", "gradients"), (False, True)):
-        t = RowWalk.of(kernel, vocab, dtype, soft=soft)
+    for kernel, soft, entropy in itertools.product(("statistics", "gradients"), (False, True), (False, True)):
+        t = RowWalk.of(kernel, vocab, dtype, soft=soft, entropy=entropy)
         assert vocab % t.unit == 0
         assert t.unit * jnp.dtype(dtype).itemsize <= 16
         assert mosaic.THREADS * t.unit * t.strips <= vocab

@@ -36,16 +36,15 @@ class Tuning(NamedTuple):
 
     ahead: int  # entries that a thread reads at a time
     block: int  # a thread's entries of a block, a multiple of that
-    programs: int  # per multiprocessor, which take one block after the other; 0: one for each block
-    early: bool = False  # whether the next entries are on their way while these are worked on
+    programs: int = 0  # per multiprocessor, which take one block after the other; 0: one for each block
 
 
 # By the bytes of a logit, the wider one of two models': the fastest that were tried on an H200.
 TUNING = {
-    ("softmax", 2): Tuning(32, 1024, 8),
-    ("softmax", 4): Tuning(16, 256, 8),
-    ("terms", 2): Tuning(16, 512, 4, early=True),
-    ("terms", 4): Tuning(8, 128, 8),
+    ("softmax", 2): Tuning(32, 512),
+    ("softmax", 4): Tuning(16, 256),
+    ("terms", 2): Tuning(32, 512),
+    ("terms", 4): Tuning(16, 256),
     ("gradients", 2): Tuning(16, 128, 6),
     ("gradients", 4): Tuning(16, 64, 4),
 }
@@ -65,7 +64,7 @@ class _Rows:
         self.strips = Strips(THREADS * unit, unit, interpret)
         self.ahead = max(1, min(tuning.ahead // unit, vocab // self.strips.size))
         self.block = -(-tuning.block // (self.ahead * unit)) * self.ahead * self.strips.size
-        self.blocks, self.early = -(-vocab // self.block), tuning.early
+        self.blocks = -(-vocab // self.block)
         self.programs = tuning.programs * (multiprocessors() if interpret is None else 1)
 
     def launch(
@@ -145,23 +144,12 @@ class _Block:
             column = first + n * together
             return taken(column, read(column, of.ahead), None, carry)
 
-        def several_early(n: Any, state: Any) -> Any:
-            raw, carry = state
-            # Past the last of them, or past the row, some are read again.
-            following = lax.min(first + (n + 1) * together, jnp.int32(of.vocab - together))
-            more = read(following, of.ahead)
-            return more, taken(first + n * together, raw, None, carry)
-
         def last(n: Any, carry: Any) -> Any:
             begin = first + whole * together + n * size
             column = lax.min(begin, jnp.int32(of.vocab - size))
             return taken(column, read(column, 1), strips.places() >= begin - column, carry)
 
-        if of.early and sources:
-            raw = read(lax.min(first, jnp.int32(of.vocab - together)), of.ahead)
-            _, carry = lax.fori_loop(0, whole, several_early, (raw, carry))
-        else:
-            carry = lax.fori_loop(0, whole, several, carry)
+        carry = lax.fori_loop(0, whole, several, carry)
         if of.vocab % together == 0:
             return carry
         return lax.fori_loop(0, ceil_div(end - first - whole * together, size), last, carry)

@@ -31,12 +31,15 @@ NOTHING = -1.0e30
 LEADING = 0.75
 NO_COLUMN = 2**31 - 1
 _WORD = 16  # bytes that a thread moves at a time, at most
-# Numbers of a tile that a thread has, at most, and whether tiles are read ahead: without labels beside the logits, and
-# with.  Of logits of 16 bits the fastest that were tried on an H200.
+# Numbers of a tile that a thread has, at most, and whether tiles are read ahead.  Of logits of 16 bits the fastest that
+# were tried on an H200.
 _TILES = {
-    "statistics": ((64, False), (16, True)),
-    "gradients": ((16, True), (16, False)),
-    "32 bits": ((32, False), (16, False)),
+    "statistics": (32, False),
+    "statistics with entropy": (32, True),
+    "statistics with labels": (16, False),  # beside the logits
+    "gradients": (16, True),
+    "32 bits": (32, False),
+    "32 bits with labels": (16, False),
 }
 
 
@@ -51,10 +54,12 @@ class RowWalk(NamedTuple):
     """Whether the next tile is on its way while one is worked on."""
 
     @staticmethod
-    def of(kernel: str, vocab: int, dtype: Any, *, soft: bool = False) -> "RowWalk":
+    def of(kernel: str, vocab: int, dtype: Any, *, soft: bool = False, entropy: bool = False) -> "RowWalk":
         """Of "statistics" or "gradients", for rows of so many logits, which may have labels beside them."""
         size = jnp.dtype(dtype).itemsize
-        unit, (tile, ahead) = _WORD // size, _TILES[kernel if size == 2 else "32 bits"][soft]
+        kernel = kernel if size == 2 else "32 bits"
+        further = f"{kernel} with labels" if soft else f"{kernel} with entropy" if entropy else kernel
+        unit, (tile, ahead) = _WORD // size, _TILES.get(further, _TILES[kernel])
         while vocab % unit or vocab < THREADS * unit:
             unit //= 2
         return RowWalk(unit, max(1, min(tile // unit, vocab // (THREADS * unit))), ahead)
@@ -79,7 +84,7 @@ def statistics(
     weights of classes `plain_cost` and `plain_mass` too, which are not.
     """
     tokens, vocab = logits.shape
-    t = tiles or RowWalk.of("statistics", vocab, logits.dtype, soft=labels is not None)
+    t = tiles or RowWalk.of("statistics", vocab, logits.dtype, soft=labels is not None, entropy=wanted.entropy)
     strips = Strips(THREADS * t.unit, t.unit, interpret)
     kinds = {"best": True, "total": True, "below": True, "offset_sum": wanted.even, "moment": wanted.entropy}
     kinds |= {"argmax": wanted.argmax, "squares": wanted.sum_sq, "squares_below": wanted.sum_sq}
