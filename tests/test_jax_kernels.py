@@ -21,7 +21,6 @@ from launched import recorded
 from onchip.jax import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.kernels.triton import jax_call, jax_front, jax_listed, launch
 from onchip.kernels.triton.fill import fill_zeros
-from onchip.kernels.triton.jax_call import Compiled
 from onchip.torch import linear_cross_entropy as of_torch
 
 T, H, V, BF16 = 300, 512, 2000, jnp.bfloat16
@@ -37,6 +36,11 @@ class Told:
 
     def to_proto(self, *_):
         return repr(self.told).encode()
+
+
+def code(name):
+    """In the place of a kernel that Triton has compiled."""
+    return SimpleNamespace(metadata=SimpleNamespace(name=name, shared=0), asm={"ptx": "", "ttir": ""})
 
 
 @pytest.fixture
@@ -58,7 +62,7 @@ def gpu():
             ]
             if not compiles:
                 patches += [
-                    mock.patch.object(jax_call, "compiled", lambda made: Compiled(made.source.name, "", "", 0)),
+                    mock.patch.object(jax_call, "compiled", lambda made: code(made.source.name)),
                     mock.patch.object(jax_call, "of_arrays", return_value=""),
                     mock.patch.object(jax_call, "stack", return_value=0),
                     mock.patch.object(jax_listed.Program, "compile"),
@@ -101,6 +105,16 @@ def test_what_is_launched_is_what_pytorch_launches(gpu):
         lines = recorded(of_torch, given, given | {"backend": "triton"})
     theirs = [re.match(r"(\w+) (?:again )?([\dx]+),", x) for x in lines]
     assert [x for x in seen if x[0] != "fill_zeros"] == [x.groups() for x in theirs if x]
+
+
+def test_the_same_call_is_the_same_text(gpu):
+    """Wherever PyTorch's tensors are: XLA finds what another process has compiled."""
+    texts, others = set(), []
+    for n in range(3):
+        gpu(80)
+        others.append([torch.empty(1, device="meta") for _ in range(99 * n)][::2])
+        texts.add(lowered(lambda z, y: cross_entropy(z, y, backend="triton"), LOGITS, LIKE[2], argnums=0).as_text())
+    assert len(texts) == 1
 
 
 def test_memory_is_written_in_place(gpu):
@@ -164,7 +178,7 @@ CODE = """.visible .entry f(
 
 
 def test_an_argument_may_begin_inside_of_an_array():
-    made = jax_call.of_arrays(Compiled("f", CODE, "", 0), [(1, 0), None, (0, 48)], 2)
+    made = jax_call.of_arrays("f", CODE, [(1, 0), None, (0, 48)], 2)
     head = re.findall(r"\.param \.(\w+).* (f_\w+)", made)
     assert head == [("u64", "f_array_0"), ("u64", "f_array_1"), ("u32", "f_param_1"), ("u64", "f_param_3"),
                     ("u64", "f_param_4")]  # fmt: skip
@@ -175,7 +189,7 @@ def test_an_argument_may_begin_inside_of_an_array():
 def test_an_address_that_is_read_in_an_unknown_way():
     code = CODE.replace("ld.param.b64 \t%rd2, [f_param_2]", "ld.param.v2.b64 {%rd2, %rd3}, [f_param_2]")
     with pytest.raises(AssertionError, match="f reads the address of parameter 2 in an unknown way"):
-        jax_call.of_arrays(Compiled("f", code, "", 0), [(1, 0), None, (0, 48)], 2)
+        jax_call.of_arrays("f", code, [(1, 0), None, (0, 48)], 2)
 
 
 def test_pointers_that_16_divides_are_told():
@@ -248,7 +262,7 @@ def test_a_split_vocabulary(gpu):
 def test_several_devices_outside_of_shard_map(monkeypatch):
     monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
     monkeypatch.setattr(jax_front, "gpu", lambda: jax_front.JaxGpu(80, 108))
-    monkeypatch.setattr(jax_call, "refusal", lambda: None)
+    monkeypatch.setattr(jax_call, "library", lambda: SimpleNamespace(TritonKernelCall=None))
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"with several devices it runs only inside of jax\.shard_map"):
         linear_cross_entropy(*ones(*LIKE), backend="triton")

@@ -8,7 +8,7 @@ adds the offset to the address that it reads.
 import re
 import subprocess
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,30 +31,11 @@ class Pointer(NamedTuple):
     offset: int  # bytes from its beginning
 
 
-class Compiled(NamedTuple):
-    """A kernel, compiled for one kind of arguments."""
-
-    name: str
-    ptx: str
-    ttir: str
-    shared: int
-    """Bytes of shared memory that a block takes."""
-
-
 def library() -> Any:
     """The module that makes XLA's calls of Triton's kernels; a JAX without a GPU has none."""
     from jaxlib import gpu_triton
 
     return gpu_triton
-
-
-def refusal() -> str | None:
-    """Why there is no such module, or None."""
-    try:
-        found = library()
-    except ImportError as error:
-        return str(error)
-    return None if hasattr(found, "TritonKernelCall") else "JAX is not installed for CUDA: pip install 'jax[cuda13]'"
 
 
 def job(launch: "Launch", capability: int) -> Job:
@@ -73,16 +54,11 @@ def job(launch: "Launch", capability: int) -> Job:
     return Job(ASTSource(kernel, *source), target, vars(options), None)
 
 
-def _compiled(made: Job) -> Any:
+def compiled(made: Job) -> Any:
+    """The kernel, compiled by Triton or taken from its cache."""
     import triton  # type: ignore[import-untyped]
 
     return triton.compile(made.source, target=made.target, options=made.options)
-
-
-def compiled(made: Job) -> Compiled:
-    """The kernel, compiled by Triton or taken from its cache."""
-    found = _compiled(made)
-    return Compiled(found.metadata.name, found.asm["ptx"], str(found.asm["ttir"]), found.metadata.shared)
 
 
 def stack(launch: "Launch", capability: int) -> int:
@@ -91,7 +67,7 @@ def stack(launch: "Launch", capability: int) -> int:
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(_compiled(job(launch, capability)).asm["cubin"])
+        file.write(compiled(job(launch, capability)).asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
     found = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
@@ -100,28 +76,28 @@ def stack(launch: "Launch", capability: int) -> int:
 
 def call(
     launch: "Launch",
-    arguments: dict[str, Any],
+    arguments: Mapping[str, Any],  # the launch's, with pointers for tensors
     capability: int,
     arrays: Sequence[jax.Array | jax.ShapeDtypeStruct],
     written: Sequence[bool],
 ) -> list[jax.Array]:
     """Launch the kernel; returns those of the `arrays` that are `written`, in their memory.
 
-    An array that is only a ShapeDtypeStruct is new memory.  arguments: those of the launch, pointers for tensors.
+    An array that is only a ShapeDtypeStruct is new memory.
     """
-    made = job(launch, capability)
+    made, used = job(launch, capability), library()
     given = [i for i, x in enumerate(arrays) if not isinstance(x, jax.ShapeDtypeStruct)]
     results = [i for i, x in enumerate(written) if x]
     order = [*given, *results]  # the kernel gets the operands first, then the results
     place = {i: n for n, i in enumerate(order)}
     flat = [x for name, kind in made.source.signature.items() for x in _parts(arguments[name], kind)]
     where = [(place[x.array], x.offset) if isinstance(x, Pointer) else None for x, _ in flat]
-    code, used = compiled(made), library()
     parameters = [used.create_array_parameter(0, 0)] * len(order)
     parameters += [used.create_scalar_parameter(x, kind) for x, kind in flat if not isinstance(x, Pointer)]
-    ptx = of_arrays(code, where, len(order))
-    kernel = used.TritonKernel(code.name, launch.warps, 1, code.shared, ptx, code.ttir, capability)
-    config = used.TritonKernelCall(kernel, *(*launch.grid, 1, 1)[:3], parameters).to_proto(code.name, b"")
+    code = compiled(made)
+    name, ptx = code.metadata.name, of_arrays(code.metadata.name, code.asm["ptx"], where, len(order))
+    kernel = used.TritonKernel(name, launch.warps, 1, code.metadata.shared, ptx, str(code.asm["ttir"]), capability)
+    config = used.TritonKernelCall(kernel, *(*launch.grid, 1, 1)[:3], parameters).to_proto(name, b"")
     ask: Any = jax.ffi.ffi_call(  # type: ignore[call-overload]
         TARGET,
         [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in results],
@@ -132,30 +108,28 @@ def call(
     return list(ask(*[arrays[i] for i in given]))
 
 
-def _parts(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
+def _parts(value: Any, kind: Any) -> list[tuple[Any, str]]:
     """The parameters of the machine code that are made from an argument, and their types for Triton."""
     if isinstance(kind, tuple):
-        for part in zip(value, kind, strict=True):
-            yield from _parts(*part)
-    elif kind != "constexpr":
-        yield value, kind
+        return [part for each in zip(value, kind, strict=True) for part in _parts(*each)]
+    return [] if kind == "constexpr" else [(value, kind)]
 
 
-def of_arrays(code: Compiled, where: Sequence[tuple[int, int] | None], arrays: int) -> str:
+def of_arrays(kernel: str, ptx: str, where: Sequence[tuple[int, int] | None], arrays: int) -> str:
     """The machine code of a kernel that takes `arrays`, in the order in which XLA passes them, and then its numbers.
 
     where: for each parameter that is memory, the array and the byte in it where it begins; for a number, None.
     """
-    head, body = re.search(rf"\.visible \.entry {re.escape(code.name)}\(([^)]*)\)", code.ptx), code.ptx
+    head = re.search(rf"\.visible \.entry {re.escape(kernel)}\(([^)]*)\)", ptx)
     assert head is not None
     parameters = [x.strip() for x in head[1].split(",")]
     assert len(parameters) == len(where) + 2, "Triton's kernels have two more parameters, for scratch memory"
     for i, found in enumerate(where):
         if found is not None:
-            name, (array, offset) = rf"\[{re.escape(code.name)}_param_{i}\]", found
-            to = rf"\1\2, [{code.name}_array_{array}];" + (rf"\n\tadd.s64 \t\2, \2, {offset};" if offset else "")
-            body = re.sub(rf"(ld\.param\.[bu]64\s+)(%\w+), {name};", to, body)
-            assert not re.search(name, body), f"{code.name} reads the address of parameter {i} in an unknown way"
+            name, (array, offset) = rf"\[{re.escape(kernel)}_param_{i}\]", found
+            to = rf"\1\2, [{kernel}_array_{array}];" + (rf"\n\tadd.s64 \t\2, \2, {offset};" if offset else "")
+            ptx = re.sub(rf"(ld\.param\.[bu]64\s+)(%\w+), {name};", to, ptx)
+            assert not re.search(name, ptx), f"{kernel} reads the address of parameter {i} in an unknown way"
     numbers = [x for x, found in zip(parameters, [*where, None, None], strict=True) if found is None]
-    given = [f".param .u64 {code.name}_array_{i}" for i in range(arrays)] + numbers
-    return body.replace(head[1], "\n\t" + ",\n\t".join(given) + "\n", 1)
+    given = [f".param .u64 {kernel}_array_{i}" for i in range(arrays)] + numbers
+    return ptx.replace(head[1], "\n\t" + ",\n\t".join(given) + "\n", 1)

@@ -54,8 +54,11 @@ def refusal() -> str | None:
     missing = [name for name in ("torch", "triton") if find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: {INSTALL}"
-    if reason := jax_call.refusal():
-        return reason
+    try:
+        if not hasattr(jax_call.library(), "TritonKernelCall"):
+            return "JAX is not installed for CUDA: pip install 'jax[cuda13]'"
+    except ImportError as error:
+        return str(error)
     if gpu().capability < 80:
         return f"it needs compute capability 8.0 or later; this is {gpu().capability / 10}"
     if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -113,8 +116,9 @@ def _run(function: str, ours: Callable[..., Any], given: Mapping[str, Any], diff
         if x is None or (name in _OURS and x != "gkn"):
             continue
         if isinstance(x, TopK) or (hasattr(x, "dtype") and (x.ndim or name == "normalizer")):
-            as_it_is = name in differentiable or name.startswith(("target", "labels", "teacher"))
-            arrays[name] = jax.tree.map(jnp.asarray if as_it_is else _in_float32, x)
+            floating = not isinstance(x, TopK) and jnp.issubdtype(x.dtype, jnp.floating)
+            as_it_is = not floating or name in differentiable or name.startswith(("target", "labels", "teacher"))
+            arrays[name] = jax.tree.map(jnp.asarray, x) if as_it_is else jnp.asarray(x, jnp.float32)
         elif isinstance(x, jax.core.Tracer):
             raise ValueError(f"{op}: backend 'triton' needs to know {name}; pass a number that isn't traced")
         else:
@@ -131,16 +135,12 @@ def _run(function: str, ours: Callable[..., Any], given: Mapping[str, Any], diff
     return jax.tree.unflatten(tree, [x.reshape(y.shape).astype(y.dtype) for x, y in zip(made, leaves, strict=True)])
 
 
-def _in_float32(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else None)
-
-
 @lru_cache(maxsize=64)
 def _program(static: _Static, needs: tuple[bool, ...], like: tuple[jax.ShapeDtypeStruct, ...], tree: Any) -> Any:
     """The list of a call, as a program; `needs` says which arrays need a gradient."""
     import torch
 
-    from onchip.kernels.triton.jax_listed import Program, listed
+    from onchip.kernels.triton.jax_listed import Program
     from onchip.kernels.triton.launch import Device
 
     module, _, name = static.function.partition(":")
@@ -156,7 +156,7 @@ def _program(static: _Static, needs: tuple[bool, ...], like: tuple[jax.ShapeDtyp
     # Without descriptors, which XLA's call doesn't make: as on a GPU of compute capability 8.0.
     device = Device(80, static.gpu.programs, _SHARED.get(capability, _LEAST_SHARED))
     stack = partial(jax_call.stack, capability=capability)
-    program = Program(listed(device, stack, run, tensors, needs), capability)
+    program = Program(device, stack, capability, run, tensors, needs)
     program.compile()
     return program
 

@@ -26,7 +26,7 @@ from onchip.kernels.triton.fill import fill_zeros
 from onchip.kernels.triton.launch import Launch, Shared
 
 Arrays = dict[int, jax.Array]
-"""By the storage for which they were made; one that is missing has not been written."""
+"""By the number of the storage for which they were made; one that is missing has not been written."""
 _FILLED = 4096  # elements, by a program
 
 
@@ -47,37 +47,61 @@ class Span(NamedTuple):
     rows: Any
 
 
-class Listed(NamedTuple):
-    """A call, forward and backward."""
+class Program(TorchDispatchMode):
+    """What `function(*given)` and its backward do on a device like `device`, and the arrays that stand for its memory.
 
-    forward: list[Launch | Computed]
-    backward: list[Launch | Computed]
-    spans: list[Span]
-    given: list[Tensor]
-    outputs: list[Tensor]
-    upstream: list[Tensor | None]  # each output's gradient, if it has one
-    gradients: list[Tensor | None]  # each given tensor's gradient
-
-
-class List(TorchDispatchMode):
-    """A context that lists what this thread does with tensors without memory, as if on a device like `device`.
-
-    `stack` tells how many bytes of stack a thread of a launch has, for lack of registers.
+    stack: how many bytes of stack a thread of a launch has, for lack of registers.  given: tensors without memory.
+    needs: which of them need a gradient.
     """
 
-    def __init__(self, device: Any, stack: Callable[[Launch], int]) -> None:
+    def __init__(
+        self,
+        device: Any,
+        stack: Callable[[Launch], int],
+        capability: int,
+        function: Callable[..., Any],
+        given: Sequence[Tensor],
+        needs: Sequence[bool],
+    ) -> None:
         super().__init__()
-        self.device, self.stack = device, stack
-        self.steps: list[Launch | Computed] = []
+        self.device, self.stack, self.capability = device, stack, capability
         self.spans: list[Span] = []
+        self.steps: tuple[list[Launch | Computed], ...] = ([],)  # forward and backward; the last is being listed
+        given, THREAD.builder = [x.requires_grad_(needed) for x, needed in zip(given, needs, strict=True)], self
+        try:
+            with self, torch.set_grad_enabled(any(needs)):
+                outputs = _tensors(function(*given))
+            self.steps += ([],)
+            with self:
+                upstream = [torch.empty_like(x) if x.requires_grad else None for x in outputs]
+                of, into = [x for x in outputs if x.requires_grad], _tensors(upstream)
+                found = iter(torch.autograd.grad(of, [x for x in given if x.requires_grad], into) if of else ())
+        finally:
+            THREAD.builder = None
+        gradients = [next(found, None) if needed else None for needed in needs]
+        self.given, self.outputs, self.upstream, self.gradients = _each(
+            Tensor.detach, (given, outputs, upstream, gradients)
+        )
+        self.starts: dict[int, tuple[int, int]] = {}  # of storages in another one's array: that, and bytes
+        self.like: list[jax.ShapeDtypeStruct] = []
+        self.numbers: dict[int, int] = {}  # of storages, by what they are for PyTorch
+        for x in _tensors((self.given, self.steps, self.spans, self.outputs, self.upstream, self.gradients)):
+            if self.numbers.setdefault(_storage(x), len(self.like)) == len(self.like):
+                dtype, size = _in_jax(x.dtype), x.untyped_storage().nbytes()
+                self.like.append(jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype))
+        self.fixed = self._storages((self.given, self.upstream))  # that nothing writes to
+        self._join()
+        self.matrices: dict[int, tuple[int, int]] = {}  # where derived ones begin, as of `_home`
+        rows = {}  # arguments for rows, by those that were made from no addresses
+        for span in self.spans:
+            homes = [self._home(piece) if piece.numel() else (0, 0) for piece in span.pieces]
+            first, _, rows[id(span.rows)] = span.function(*[at for _, at in homes])
+            self.matrices[id(span.matrix)] = max(array for array, _ in homes), first
+        kept = {self._home(x)[0] for x in self._memory((self.steps[1], self.gradients))}
+        self.kept = kept - self._storages(self.upstream)  # what backward needs
+        self.steps = jax.tree.map(lambda x: rows.get(id(x), x), self.steps, is_leaf=lambda x: id(x) in rows)
 
-    def __enter__(self) -> Any:
-        THREAD.builder = self
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        THREAD.builder = None
-        super().__exit__(*error)
+    # ------------------------------------------------------------------------------------------------------- the list
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, known = func(*args, **(kwargs or {})), {_storage(x) for x in _tensors((args, kwargs))}
@@ -87,16 +111,17 @@ class List(TorchDispatchMode):
             return made
         given = dict(zip([x.name for x in schema.arguments], args, strict=False)) | (kwargs or {})
         if name in ("zero_", "fill_") and given.get("value", 0) == 0 and made.nbytes < made.untyped_storage().nbytes():
-            self.launch(_zeros(made.detach()))
+            x = made.detach().view(-1)  # a part of an array
+            self.launch(Launch(fill_zeros, (-(-x.numel() // _FILLED),), {"out": x, "N": x.numel(), "BLOCK": _FILLED}))
         elif not name.startswith(("empty", "new_empty")):
-            self.steps.append(Computed(name, *_each(Tensor.detach, ((*given.items(),), made))))
+            self.steps[-1].append(Computed(name, *_each(Tensor.detach, ((*given.items(),), made))))
         return made
 
     # What operators and launches state (torch_prepared.py).
 
     def launch(self, launch: Launch) -> None:
         if 0 not in launch.grid:
-            self.steps.append(launch._replace(given=launch.arguments, shared=Shared({})))
+            self.steps[-1].append(launch._replace(given=launch.arguments, shared=Shared({})))
 
     def derive(self, *span: Any) -> None:
         self.spans.append(Span(*span))
@@ -104,112 +129,67 @@ class List(TorchDispatchMode):
     def refuse(self, reason: str) -> None:
         raise NotImplementedError(reason)
 
-    def _nothing(self, *_: Any) -> None:
-        """List a call of one of ATen's operators."""
+    def allocate(self, *_: Any) -> None:
+        """Of what ATen's operators do, `__torch_dispatch__` knows."""
 
-    allocate = zero = call = connected = require = _nothing
+    zero = call = connected = require = allocate
 
-
-def listed(
-    device: Any,
-    stack: Callable[[Launch], int],
-    function: Callable[..., Any],
-    given: Sequence[Tensor],
-    needs: Sequence[bool],
-) -> Listed:
-    """What `function(*given)` and its backward do.
-
-    given: tensors without memory.  needs: which of them need a gradient.
-    """
-    told = List(device, stack)
-    given = [x.requires_grad_(needed) for x, needed in zip(given, needs, strict=True)]
-    with told:
-        with torch.set_grad_enabled(any(needs)):
-            outputs = _tensors(function(*given))
-        forward, told.steps = told.steps, []
-        upstream = [torch.empty_like(x) if x.requires_grad else None for x in outputs]
-        of, up = [x for x in outputs if x.requires_grad], _tensors(upstream)
-        found = iter(torch.autograd.grad(of, [x for x in given if x.requires_grad], up) if of else ())
-        gradients = [next(found, None) if needed else None for needed in needs]
-    tensors = _each(Tensor.detach, (given, outputs, upstream, gradients))
-    return Listed(forward, told.steps, told.spans, *tensors)
-
-
-class Program:
-    """A list of steps, and the arrays that stand for its memory."""
-
-    def __init__(self, listed: Listed, capability: int) -> None:
-        self.listed, self.capability = listed, capability
-        self.fixed = {_storage(x) for x in _tensors((listed.given, listed.upstream))}  # that nothing writes to
-        self.starts: dict[int, tuple[int, int]] = {}  # of storages in another one's array: that, and bytes
-        self.like: dict[int, jax.ShapeDtypeStruct] = {}
-        for x in _tensors((listed.given, listed)):
-            dtype, size = _in_jax(x.dtype), x.untyped_storage().nbytes()
-            self.like.setdefault(_storage(x), jax.ShapeDtypeStruct((size // dtype.itemsize,), dtype))
-        self._join()
-        self.matrices = {id(x.matrix): self._derived(x) for x in listed.spans}
-        rows = {id(x.rows): self.matrices[id(x.matrix)][2] for x in listed.spans}
-        self.steps = jax.tree.map(
-            lambda x: rows.get(id(x), x), (listed.forward, listed.backward), is_leaf=lambda x: id(x) in rows
-        )
-        kept = {self._home(x)[0] for x in _tensors((self._memory(listed.backward), listed.gradients))}
-        self.kept = kept - {_storage(x) for x in _tensors(listed.upstream)}  # what backward needs
+    # ------------------------------------------------------------------------------------------------------ its memory
 
     def _join(self) -> None:
         """Make the storages that matrices span one array; those that aren't needed at the same time share a place."""
-        group = [*dict.fromkeys(_storage(x) for span in self.listed.spans for x in span.pieces if x.numel())]
+        group = [*dict.fromkeys(self.numbers[_storage(x)] for span in self.spans for x in span.pieces if x.numel())]
         if len(group) < 2:
             return
-        needed = [self._memory([x]) for x in (*self.listed.forward, *self.listed.backward)]
-        needed.append(_tensors((self.listed.outputs, self.listed.gradients)))
-        used = [{_storage(x) for x in tensors} for tensors in needed]
-        lives = [[n for n, x in enumerate(used) if key in x] for key in group]
+        needed = [*([x] for steps in self.steps for x in steps), (self.outputs, self.gradients)]
+        used = [self._storages(self._memory(each)) for each in needed]
+        lives = [[n for n, x in enumerate(used) if key in x] or [0] for key in group]
         sizes = [self.like[key].size * self.like[key].dtype.itemsize for key in group]
-        starts, size = placed(sizes, [(x[0], x[-1]) if x else (0, 0) for x in lives])
+        starts, size = placed(sizes, [(x[0], x[-1]) for x in lives])
         self.starts = {key: (group[0], start) for key, start in zip(group, starts, strict=True)}
         dtype = self.like[group[0]].dtype
         self.like[group[0]] = jax.ShapeDtypeStruct((up(size, ALIGNED) // dtype.itemsize,), dtype)
 
+    def _storages(self, x: Any) -> set[int]:
+        return {self.numbers[_storage(y)] for y in _tensors(x)}
+
     def _memory(self, steps: Any) -> list[Tensor]:
         """The memory that steps need."""
-        spans = {id(x.matrix): x.pieces for x in self.listed.spans}
+        spans = {id(x.matrix): x.pieces for x in self.spans}
         return [y for x in _tensors(steps) for y in spans.get(id(x), (x,))]
-
-    def _derived(self, span: Span) -> tuple[int, int, Any]:
-        """The array, where the matrix begins in it, and the argument for its rows."""
-        homes = [self._home(x) if x.numel() else (0, 0) for x in span.pieces]
-        first, _, rows = span.function(*[at for _, at in homes])
-        return max(array for array, _ in homes), first, rows
 
     def _home(self, x: Tensor) -> tuple[int, int]:
         """The array of a tensor, and where it begins there, in bytes."""
-        array, start = self.starts.get(_storage(x), (_storage(x), 0))
+        if id(x) in self.matrices:
+            return self.matrices[id(x)]
+        number = self.numbers[_storage(x)]
+        array, start = self.starts.get(number, (number, 0))
         return array, start + int(x.storage_offset()) * x.itemsize
+
+    # -------------------------------------------------------------------------------------------------------- running
 
     def compile(self) -> None:
         """Put all kernels into Triton's cache, compiling several at a time."""
         launches = [x for steps in self.steps for x in steps if isinstance(x, Launch)]
         compile_jobs([jax_call.job(x, self.capability) for x in launches])
 
-    # -------------------------------------------------------------------------------------------------------- running
-
     def forward(self, given: Sequence[jax.Array]) -> tuple[list[jax.Array], Arrays]:
         """The outputs, and what backward needs."""
         arrays: Arrays = {}
-        for x, array in zip(self.listed.given, given, strict=True):
+        for x, array in zip(self.given, given, strict=True):
             self._write(arrays, x, array)
         self._run(self.steps[0], arrays)
-        outputs = [self._read(arrays, x) for x in self.listed.outputs]
-        return outputs, {i: arrays[i] for i in sorted(self.kept) if i in arrays}
+        outputs = [self._read(arrays, x) for x in self.outputs]
+        return outputs, {i: arrays[i] for i in self.kept & arrays.keys()}
 
     def backward(self, arrays: Arrays, upstream: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """The gradients."""
         arrays = dict(arrays)
-        for x, array in zip(self.listed.upstream, upstream, strict=True):
+        for x, array in zip(self.upstream, upstream, strict=True):
             if x is not None:
                 self._write(arrays, x, jnp.zeros(()) if array is None else array)
         self._run(self.steps[1], arrays)
-        return [None if x is None else self._read(arrays, x) for x in self.listed.gradients]
+        return [None if x is None else self._read(arrays, x) for x in self.gradients]
 
     def _run(self, steps: Sequence[Launch | Computed], arrays: Arrays) -> None:
         for step in steps:
@@ -221,67 +201,51 @@ class Program:
                     self._write(arrays, x, array)
 
     def _launch(self, arrays: Arrays, launch: Launch) -> None:
-        homes = {id(x): self.matrices.get(id(x)) or self._home(x) for x in _tensors(launch.given) if x.numel()}
-        used = sorted({array for array, *_ in homes.values()})
+        used = sorted({self._home(x)[0] for x in _tensors(launch.given) if x.numel()})
 
         def pointer(x: Tensor) -> jax_call.Pointer:
-            array, start, *_ = homes.get(id(x), (used[0], 0))  # of what is empty nothing is read
+            array, start = self._home(x) if x.numel() else (used[0], 0)  # of what is empty nothing is read
             return jax_call.Pointer(used.index(array), start)
 
         written = [i not in self.fixed for i in used]
         given = [arrays.get(i, self.like[i]) for i in used]
-        made = iter(jax_call.call(launch, _each(pointer, launch.arguments), self.capability, given, written))
+        made = iter(jax_call.call(launch, _each(pointer, launch.given), self.capability, given, written))
         arrays.update({i: next(made) for i, write in zip(used, written, strict=True) if write})
 
     def _read(self, arrays: Arrays, x: Tensor) -> jax.Array:
         if _is_turned(x):
             return self._read(arrays, x.T).T
-        if not x.is_contiguous():
-            whole, index = _around(x)
-            return self._read(arrays, whole)[index]
-        (array, start), dtype, words = self._home(x), _in_jax(x.dtype), 2 if x.dtype == torch.int64 else 1
         if not x.numel():
-            return jnp.zeros(x.shape, dtype)
-        flat = self._array(arrays, array)
+            return jnp.zeros(x.shape, _in_jax(x.dtype))
+        (array, start), dtype, words = self._home(x), _in_jax(x.dtype), 2 if x.dtype == torch.int64 else 1
+        count = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        flat, end = self._array(arrays, array), start + count * x.itemsize
         own = flat.dtype.itemsize
-        part = flat[start // own : -(-(start + x.nbytes) // own)].view(dtype)[start % own // dtype.itemsize :]
-        return part[: x.numel() * words : words].reshape(x.shape)
+        part = flat[start // own : -(-end // own)].view(dtype)[start % own // dtype.itemsize :][: count * words : words]
+        if x.is_contiguous():
+            return part.reshape(x.shape)
+        return part[np.lib.stride_tricks.as_strided(np.arange(count), x.shape, [8 * stride for stride in x.stride()])]
 
     def _write(self, arrays: Arrays, x: Tensor, value: Any) -> None:
         value = jnp.broadcast_to(value, x.shape).astype(_in_jax(x.dtype))
         if _is_turned(x):
-            self._write(arrays, x.T, value.T)
-        elif not x.is_contiguous():
-            whole, index = _around(x)
-            self._write(arrays, whole, self._read(arrays, whole).at[index].set(value))
-        else:
-            (array, start), value = self._home(x), value.reshape(-1)
-            if x.dtype == torch.int64:
-                value = jnp.stack([value, value >> 31], -1).reshape(-1)
-            value = value.view(self.like[array].dtype)
-            if value.size < self.like[array].size:
-                into = self._array(arrays, array)
-                value = lax.dynamic_update_slice(into, value, (start // into.dtype.itemsize,))
-            arrays[array] = value
+            x, value = x.T, value.T
+        assert x.is_contiguous()
+        (array, start), value = self._home(x), value.reshape(-1)
+        if x.dtype == torch.int64:
+            value = jnp.stack([value, value >> 31], -1).reshape(-1)
+        value = value.view(self.like[array].dtype)
+        if value.size < self.like[array].size:
+            into = self._array(arrays, array)
+            value = lax.dynamic_update_slice(into, value, (start // into.dtype.itemsize,))
+        arrays[array] = value
 
     def _array(self, arrays: Arrays, i: int) -> jax.Array:
         return arrays[i] if i in arrays else jnp.zeros(self.like[i].shape, self.like[i].dtype)
 
 
-def _zeros(x: Tensor) -> Launch:
-    """The launch that fills a part of an array with zeros."""
-    return Launch(fill_zeros, (-(-x.numel() // _FILLED),), {"out": x.view(-1), "N": x.numel(), "BLOCK": _FILLED})
-
-
 def _is_turned(x: Tensor) -> bool:
     return x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
-
-
-def _around(x: Tensor) -> tuple[Tensor, Any]:
-    """The memory from a tensor's first element to its last, and where its elements are in that."""
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    strides = [8 * stride for stride in x.stride()]
-    return x.as_strided((last,), (1,)), np.lib.stride_tricks.as_strided(np.arange(last), x.shape, strides)
 
 
 def _storage(x: Tensor) -> int:
