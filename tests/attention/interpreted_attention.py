@@ -1,6 +1,7 @@
 """Prints how far attention's Mosaic kernels, interpreted, are from the plain path in float32, as one JSON line."""
 
 import json
+import sys
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ from onchip.masks import Causal, Documents
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 
 
-def main(tokens=150, heads=2, size=64, softcap=3.0):
+def main(size, tokens=150, heads=2, softcap=3.0):
     rng = np.random.default_rng(0)
     q, k, v, upstream = (
         jnp.asarray(rng.standard_normal((1, tokens, h, size)), jnp.bfloat16) for h in (heads, 1, 1, heads)
@@ -47,4 +48,4 @@ def main(tokens=150, heads=2, size=64, softcap=3.0):
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -43,14 +43,15 @@ def test_what_is_hidden_is_skipped_or_masked(kind):
     lowered = KINDS[kind].make(jnp.asarray, drawn).lower(2, 300, 300, jnp.zeros(1))
     rows = [None if x is None else jnp.broadcast_to(x, (2, 300)) for x in (lowered.start, lowered.end, lowered.stop)]
     seen = np.broadcast_to(KINDS[kind].seen(drawn), (2, 300, 300))
-    for make, block, pairs in ((work.query_items, 128, seen), (work.key_items, 64, seen.swapaxes(1, 2))):
+    of_queries = [(partial(work.query_items, tile=tile), 128, tile, seen) for tile in (128, 192)]
+    for make, block, tile_size, pairs in (*of_queries, (work.key_items, 64, 128, seen.swapaxes(1, 2))):
         items = np.asarray(make(Intervals(*rows), 300, block))
-        assert sorted(map(tuple, items[:, :2])) == [(b, t) for b in range(2) for t in range(3)]
+        assert sorted(map(tuple, items[:, :2])) == [(b, t) for b in range(2) for t in range(-(-300 // tile_size))]
         lengths = items[:, 3] - items[:, 2]
         assert (np.diff(lengths) <= 0).all()
         assert (lengths >= (0 if block == 64 else 1)).all()
         for batch, tile, first, last, full_first, full_last in items:
-            of_tile = pairs[batch, tile * 128 : (tile + 1) * 128]
+            of_tile = pairs[batch, tile * tile_size : (tile + 1) * tile_size]
             there = np.zeros(300, bool)
             there[first * block : last * block] = True
             assert not of_tile[:, ~there].any()
@@ -110,13 +111,14 @@ def test_which_calls_kernels_serve():
 
 
 @pytest.mark.slow
-def test_interpreted():
+@pytest.mark.parametrize("size", [64, 128])
+def test_interpreted(size):
     """Forward and gradients of documents with softcap and sinks.  In a process of its own: warpgroups that wait take
     threads of XLA's pool, of which it makes as many as there are processors unless it is told otherwise."""
     script = Path(__file__).parent / "interpreted_attention.py"
     paths = os.pathsep.join(filter(None, sys.path))
     made = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), str(size)],
         env={**os.environ, "NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
         check=True,
         capture_output=True,

@@ -19,6 +19,7 @@ from onchip.attention.mosaic.products import ProductSums, Scores, Seen, rows_of,
 from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.product import swizzled
+from onchip.kernels.mosaic.ptx import once_known
 from onchip.kernels.mosaic.registers import Registers
 
 Array = jax.Array
@@ -37,9 +38,14 @@ class BackwardConfig:
     l2_bytes: int = L2_BYTES
     persistent: bool = True
     """Whether there are as many programs as multiprocessors; else each tile has one."""
+    free_early: bool = False
+    """Whether the product that adds a block to the keys' gradients is awaited, and the block of queries freed, before
+    the next block's second product starts."""
 
 
-BY_QUERY, BY_KEY = BackwardConfig(128), BackwardConfig(64, persistent=False)
+BY_QUERY = BackwardConfig(128)
+BY_KEY = {size: BackwardConfig(64, stages=3, persistent=False, free_early=size == 128) for size in (64, 128)}
+"""For heads of these sizes."""
 
 
 class GradientInputs(NamedTuple):
@@ -49,7 +55,7 @@ class GradientInputs(NamedTuple):
     k: Array  # likewise, Tk and Hk
     v: Array
     grad_out: Array  # like q
-    start: Array  # [B, Tq rounded up to 128] int32
+    start: Array  # [B, Tq rounded up to whole tiles] int32
     end: Array
     stop: Array | None  # [B, Tk rounded up] int32
     numbers: Array  # [B, Hq, 2, Tq rounded up] float32: lse times log2(e), +inf where a query sees nothing; and
@@ -69,6 +75,7 @@ class _Gradient:
         self.refs, self.c, self.layout, self.scores = refs, config, layout, scores
         self.group = heads[0] // heads[1]
         self.sums, self.registers = ProductSums(interpret), Registers(interpret)
+        self.interpret = interpret
         self.warpgroup = lax.axis_index("warpgroup")
         self.size = refs["q"].shape[-1]
 
@@ -184,26 +191,14 @@ class _Gradient:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(block, rows_of(self.refs[name], self.layout, item.batch, row, HALF, item.head))
 
-    def of_scores(
-        self, slot: Any, s: Any, d: Any, pairs: tuple[tuple[str, str], tuple[str, str]],
-        log_sum: Callable[[], Any], delta: Callable[[], Any], masked: Callable[[Any], Any],
-        start: Callable[[Any], Any] | None = None,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """For a block: what `start` returns for the probabilities, which starts a product while the second one of
-        these runs; and the gradient of the products, without the scale."""
-        sums, refs = self.sums, self.refs
+    def start(self, own: str, met: str, slot: Any) -> Any:
+        """Start the product of inputs of the tile and of a block."""
+        plgpu.barrier_wait(self.refs[f"{met}_full"].at[slot])
+        return self.sums.start(self.mine(own), self.refs[f"{met}_block"].at[slot])
 
-        def product(total: Any, own: str, met: str) -> Any:
-            plgpu.barrier_wait(refs[f"{met}_full"].at[slot])
-            return sums.add(total, self.mine(own), sums.block(refs[f"{met}_block"].at[slot]).T)
-
-        s, d = (product(total, *pair) for total, pair in zip((s, d), pairs, strict=True))
-        x, slope = self.scores.of(sums.value(s, running=1))
-        p = masked(jnp.exp2(x * self.scores.factor - log_sum()))
-        started = None if start is None else start(p)
-        y = sums.value(d, running=0 if start is None else 1)
-        of_product = p * (y - delta())
-        return started, of_product if slope is None else of_product * slope
+    def add(self, total: Any, value: Any, x: Any, met: str, slot: Any) -> Any:
+        """The sum's value after x @ a block is added; on a GPU it still runs, and is `total`."""
+        return self.sums.add((total[0], value), x, self.sums.block(self.refs[f"{met}_block"].at[slot]))[1]
 
 
 class ByQuery(_Gradient):
@@ -228,19 +223,15 @@ class ByQuery(_Gradient):
                 slot, column = self.slot(before + i), (item.first + i) * c.block
                 edge = (column < item.full_first) | (column + c.block > item.full_last)
 
-                def masked(p: Any) -> Any:
-                    return where_seen(edge, lambda: seen.by_query(shape, row, column, limits), p, 0.0)
-
-                def of_block(s: Any, d: Any) -> Any:
-                    _, made = self.of_scores(
-                        slot, s, d, (("q", "k"), ("grad_out", "v")), lambda: registers.spread(log_sum, shape, 1),
-                        lambda: registers.spread(delta, shape, 1), masked,
-                    )  # fmt: skip
-                    plgpu.barrier_arrive(refs["v_free"].at[slot])
-                    return made
-
-                ds = sums.begin(of_block, shape, shape).astype(refs["q"].dtype)
-                _, value = sums.add((total[0], value), ds, sums.block(refs["k_block"].at[slot]))
+                s, d = self.start("q", "k", slot), self.start("grad_out", "v", slot)
+                x, slope = self.scores.of(sums.known(s, running=1))
+                p = jnp.exp2(x * self.scores.factor - registers.spread(log_sum, shape, 1))
+                p = seen.hide(edge, p, row, column, limits, 0.0)
+                ds = p * (sums.known(d) - registers.spread(delta, shape, 1))
+                ds = ds if slope is None else ds * slope
+                plgpu.barrier_arrive(refs["v_free"].at[slot])
+                pl.when(i == self.steps(item) - 1)(lambda: plgpu.barrier_arrive(refs["own_free"]))
+                value = self.add(total, value, ds.astype(refs["q"].dtype), "k", slot)
                 sums.wait(0)
                 plgpu.barrier_arrive(refs["k_free"].at[slot])
                 return value
@@ -249,7 +240,6 @@ class ByQuery(_Gradient):
             return sums.value((total[0], value))
 
         made = sums.begin(run, (HALF, self.size))
-        plgpu.barrier_arrive(refs["own_free"])
         # The upstream gradient of a query that sees nothing may be anything.
         sees = (limits[0] < limits[1]) & (log_sum < jnp.inf)
         factor = registers.spread(jnp.where(sees, jnp.float32(self.scores.scale), 0.0), made.shape, 1)
@@ -293,50 +283,68 @@ class ByKey(_Gradient):
             plgpu.copy_gmem_to_smem(refs[x].at[item.batch, over], refs[f"{x}_block"].at[slot], barrier)
 
     def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
-        refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
-        row, seen, dtype = item.tile * TILE + self.warpgroup * HALF, Seen(registers, refs, item.batch), refs["q"].dtype
-        plgpu.barrier_wait(refs["own_full"])
-
-        def run(of_k: Any, of_v: Any) -> Any:
-            def step(i: Any, values: Any) -> Any:
-                slot, column = self.slot(before + i), self.of_step(item, i)[0] * c.block
-                edge = (column < item.full_first) | (column + c.block > item.full_last)
-
-                def number(which: int) -> Any:
-                    x = registers.load_columns(refs["numbers_block"].at[slot, which])
-                    return registers.spread(x, shape, 0)
-
-                def masked(p: Any) -> Any:
-                    def inside() -> Any:
-                        limits = [registers.load_columns(refs[f"{x}_block"].at[slot]) for x in ("start", "end")]
-                        return seen.by_key(shape, row, column, limits)
-
-                    return where_seen(edge, inside, p, 0.0)
-
-                def start(p: Any) -> Any:
-                    block = sums.block(refs["grad_out_block"].at[slot])
-                    return sums.add((of_v[0], values[1]), p.astype(dtype), block)[1]
-
-                def of_block(s: Any, d: Any) -> Any:
-                    pairs = ("k", "q"), ("v", "grad_out")
-                    return self.of_scores(slot, s, d, pairs, lambda: number(0), lambda: number(1), masked, start)
-
-                of_v_now, ds = sums.begin(of_block, shape, shape)
-                _, of_k_now = sums.add((of_k[0], values[0]), ds.astype(dtype), sums.block(refs["q_block"].at[slot]))
-                sums.wait(1)
-                plgpu.barrier_arrive(refs["grad_out_free"].at[slot])
-                sums.wait(0)
-                plgpu.barrier_arrive(refs["q_free"].at[slot])
-                return of_k_now, of_v_now
-
-            values = lax.fori_loop(0, self.steps(item), step, (of_k[1], of_v[1]))
-            return sums.value((of_k[0], values[0])), sums.value((of_v[0], values[1]))
-
-        of_k, of_v = sums.begin(run, (HALF, self.size), (HALF, self.size))
-        plgpu.barrier_arrive(refs["own_free"])
+        plgpu.barrier_wait(self.refs["own_full"])
+        row = item.tile * TILE + self.warpgroup * HALF
+        run = partial(self.walk, item, before, row)
+        of_k, of_v = self.sums.begin(run, (HALF, self.size), (HALF, self.size))
+        plgpu.barrier_arrive(self.refs["own_free"])
         self.send("grad_k", of_k * self.scores.scale, item, row)
         self.send("grad_v", of_v, item, row)
         return before + self.steps(item)
+
+    def walk(self, item: TileWork, before: Any, row: Any, of_k: Any, of_v: Any) -> tuple[Any, Any]:
+        """Both sums.  What a block adds to the keys' is multiplied beside the next block's scores."""
+        refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
+        seen, dtype, steps = Seen(registers, refs, item.batch), refs["q"].dtype, self.steps(item)
+
+        def step(i: Any, state: Any) -> Any:
+            value_k, value_v, gradient, block = state
+            slot, column = self.slot(before + i), block * c.block
+            last = self.slot(before + lax.max(i - 1, jnp.int32(0)))
+            edge = (column < item.full_first) | (column + c.block > item.full_last)
+
+            def number(which: int) -> Any:
+                return registers.spread(registers.load_columns(refs["numbers_block"].at[slot, which]), shape, 0)
+
+            def inside() -> Any:
+                limits = [registers.load_columns(refs[f"{x}_block"].at[slot]) for x in ("start", "end")]
+                return seen.by_key(shape, row, column, limits)
+
+            def free(name: str) -> None:
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(refs[f"{name}_free"].at[last]))
+
+            s = self.start("k", "q", slot)
+            value_k = self.add(of_k, value_k, gradient, "q", last)  # zeros in the first step
+            x, slope = self.scores.of(sums.known(s, running=1))
+            free("grad_out")
+            p = where_seen(edge, inside, jnp.exp2(x * self.scores.factor - number(0)), 0.0)
+            if c.free_early:
+                once_known(p, self.interpret)
+                sums.wait(0)
+                free("q")
+            d = self.start("v", "grad_out", slot)
+            value_v = self.add(of_v, value_v, p.astype(dtype), "grad_out", slot)
+            d = sums.known(d, running=1)
+            if not c.free_early:
+                free("q")
+            ds = p * (d - number(1))
+            block = block + 1
+            block = jnp.where(block == item.last, item.first, block)  # the next head's first
+            return value_k, value_v, (ds if slope is None else ds * slope).astype(dtype), block
+
+        state = of_k[1], of_v[1], registers.zeros(shape).astype(dtype), item.first
+        value_k, value_v, gradient, _ = lax.fori_loop(0, steps, step, state)
+        last = self.slot(before + steps - 1)
+
+        def end(_: Any, value: Any) -> Any:
+            value = self.add(of_k, value, gradient, "q", last)
+            sums.wait(0)
+            for x in self.met:
+                plgpu.barrier_arrive(refs[f"{x}_free"].at[last])
+            return value
+
+        value_k = lax.fori_loop(0, jnp.where(steps > 0, jnp.int32(1), jnp.int32(0)), end, value_k)
+        return sums.value((of_k[0], value_k)), sums.value((of_v[0], value_v))
 
 
 def by_query(
@@ -348,7 +356,7 @@ def by_query(
 
 
 def by_key(
-    given: GradientInputs, items: Array, *, config: BackwardConfig = BY_KEY, interpret: Any = None, **how: Any
+    given: GradientInputs, items: Array, *, config: BackwardConfig, interpret: Any = None, **how: Any
 ) -> tuple[Array, Array]:
     """k's and v's gradients; `items` come from `key_items`."""
     outputs = {f"grad_{x}": jax.ShapeDtypeStruct(given.k.shape, given.k.dtype) for x in "kv"}

@@ -1,8 +1,8 @@
 """The kernel of forward: tiles of queries, each with its blocks of keys and a running softmax.
 
-Two warpgroups have 64 queries each, and a third copies.  A warpgroup multiplies its queries with a block of keys while
-it multiplies the previous block's probabilities with values.  The two take turns: one computes its softmax while the
-other's products run.
+Two or three warpgroups have 64 queries each, and one more copies.  A warpgroup multiplies its queries with a block of
+keys while it multiplies the previous block's probabilities with values.  They take turns: one computes its softmax
+while another's products run.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.attention.mosaic.products import LOWEST, ProductSums, Scores, Seen, rows_of, where_seen
-from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, TileWork, each_item, heads_together, programs_of
+from onchip.attention.mosaic.products import LOWEST, ProductSums, Scores, Seen, rows_of
+from onchip.attention.mosaic.quads import part_of_thread, sums_by_thread, sums_of_threads
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.product import swizzled
+from onchip.kernels.mosaic.ptx import once_known
 from onchip.kernels.mosaic.registers import Registers
 
 Array = jax.Array
@@ -34,18 +36,29 @@ class ForwardConfig:
     """Keys of a block."""
     stages: int = 2
     """How many blocks are in shared memory at a time."""
-    turns: bool = True
-    """Whether the warpgroups take turns."""
+    warpgroups: int = 2
+    """How many warpgroups multiply, each 64 queries of a tile."""
+    pinned: bool = True
+    """Whether the wait for the sum of values is kept after the next softmax."""
     registers: tuple[int, int] = (240, 24)
     """Registers of a thread that multiplies, and of one that copies."""
     l2_bytes: int = L2_BYTES
+
+    @property
+    def tile(self) -> int:
+        """Queries of a tile."""
+        return self.warpgroups * HALF
+
+
+FORWARD = {64: ForwardConfig(warpgroups=3, pinned=False, registers=(160, 32)), 128: ForwardConfig()}
+"""For heads of these sizes."""
 
 
 def forward(
     q: Array,  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
     k: Array,  # likewise, Tk and Hk
     v: Array,
-    start: Array,  # [B, Tq rounded up to 128] int32
+    start: Array,  # [B, Tq rounded up to whole tiles] int32
     end: Array,
     stop: Array | None,  # [B, Tk rounded up] int32
     sinks: Array | None,  # [B, Hq] float32
@@ -57,31 +70,31 @@ def forward(
     config: ForwardConfig,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """out, laid out like q, and lse [B, Hq, Tq rounded up to 128] float32."""
+    """out, laid out like q, and lse [B, Hq, Tq rounded up] float32."""
     c, size, dtype = config, q.shape[-1], q.dtype
     (of_q, of_k), batch = heads, q.shape[0]
     programs = programs_of(len(items) * of_q, interpret)
     together = heads_together(of_k, 2 * k.nbytes // of_k, c.l2_bytes) * (of_q // of_k)
     barrier = plgpu.Barrier
     shared: dict[str, Any] = {
-        "q_block": swizzled((2, TILE, size), dtype),
+        "q_block": swizzled((2, c.tile, size), dtype),
         "k_block": swizzled((c.stages, c.block, size), dtype),
         "v_block": swizzled((c.stages, c.block, size), dtype),
-        "staging": swizzled((2, HALF, size), dtype),
+        "staging": swizzled((c.warpgroups, HALF, size), dtype),
         "q_full": barrier(num_arrivals=1, num_barriers=2),
-        "q_free": barrier(num_arrivals=2, num_barriers=2),
+        "q_free": barrier(num_arrivals=c.warpgroups, num_barriers=2),
         "k_full": barrier(num_arrivals=1, num_barriers=c.stages),
-        "k_free": barrier(num_arrivals=2, num_barriers=c.stages),
+        "k_free": barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
         "v_full": barrier(num_arrivals=1, num_barriers=c.stages),
-        "v_free": barrier(num_arrivals=2, num_barriers=c.stages),
-        "turn": barrier(num_arrivals=1, num_barriers=2),
+        "v_free": barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "turn": barrier(num_arrivals=1, num_barriers=c.warpgroups),
     }
 
     def body(refs: Refs, *more: Any) -> None:
         refs = {**refs, **dict(zip(shared, more, strict=True))}
         kernel = _Forward(refs, c, layout, size, of_q // of_k, scores, interpret)
         run = partial(each_item, refs, of_q, together, programs)
-        lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
+        lax.cond(lax.axis_index("warpgroup") == c.warpgroups, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
     inputs = {"q": q, "k": k, "v": v, "start": start, "end": end, "stop": stop, "sinks": sinks, "items": items}
     outputs = {
@@ -89,8 +102,8 @@ def forward(
         "lse": jax.ShapeDtypeStruct((batch, of_q, start.shape[1]), jnp.float32),
     }
     made = launch(
-        body, inputs, outputs, [*shared.values()], grid={"program": programs}, warpgroups=3, name="attention",
-        interpret=interpret,
+        body, inputs, outputs, [*shared.values()], grid={"program": programs}, warpgroups=c.warpgroups + 1,
+        name="attention", interpret=interpret,
     )  # fmt: skip
     return made["out"], made["lse"]
 
@@ -104,6 +117,7 @@ class _Forward:
     ) -> None:  # fmt: skip
         self.refs, self.c, self.layout, self.size, self.group = refs, config, layout, size, group
         self.scores, self.sums, self.registers = scores, ProductSums(interpret), Registers(interpret)
+        self.interpret = interpret
         self.warpgroup = lax.axis_index("warpgroup")
 
     def slot(self, number: Any) -> Any:
@@ -127,7 +141,7 @@ class _Forward:
     def copy_tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c, slot = self.refs, self.c, self.q_slot(turn)
         plgpu.barrier_wait(refs["q_free"].at[slot])
-        source = rows_of(refs["q"], self.layout, item.batch, item.tile * TILE, TILE, item.head)
+        source = rows_of(refs["q"], self.layout, item.batch, item.tile * c.tile, c.tile, item.head)
         plgpu.copy_gmem_to_smem(source, refs["q_block"].at[slot], refs["q_full"].at[slot])
         of_keys = lax.div(item.head, jnp.int32(self.group))
 
@@ -147,18 +161,16 @@ class _Forward:
         plgpu.set_max_registers(self.c.registers[0], action="increase")
         first = self.refs["turn"].at[0]
         self.each_free(plgpu.barrier_arrive)
-        if self.c.turns:
-            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_arrive(first))
+        pl.when(self.warpgroup == self.c.warpgroups - 1)(lambda: plgpu.barrier_arrive(first))
         run(self.tile, jnp.int32(0))
-        if self.c.turns:
-            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(first))
+        pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(first))
         plgpu.wait_smem_to_gmem(0)
 
     def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         slot = self.q_slot(turn)
         plgpu.barrier_wait(self.refs["q_full"].at[slot])
         q = self.refs["q_block"].at[slot, pl.ds(self.warpgroup * HALF, HALF)]
-        row = item.tile * TILE + self.warpgroup * HALF
+        row = item.tile * self.c.tile + self.warpgroup * HALF
         acc, most, total = self.sums.begin(lambda out: self.softmax(item, before, row, q, slot, out), (HALF, self.size))
         self.store(item, row, acc, most, total)
         return before + item.last - item.first
@@ -174,27 +186,21 @@ class _Forward:
         def of_block(i: Any, most: Any, total: Any, beside: Any) -> Any:
             """Of the products of block i, `beside` which others are started."""
             slot, column = self.slot(before + i - item.first), i * c.block
-
-            def run(s: Any) -> Any:
-                plgpu.barrier_wait(refs["k_full"].at[slot])
-                if c.turns:
-                    plgpu.barrier_wait(refs["turn"].at[self.warpgroup])
-                s = sums.add(s, q, sums.block(refs["k_block"].at[slot]).T)
-                made = beside()
-                if c.turns:
-                    plgpu.barrier_arrive(refs["turn"].at[1 - self.warpgroup])
-                x = sums.value(s, running=0 if made is None else 1)
-                plgpu.barrier_arrive(refs["k_free"].at[slot])
-                x, _ = self.scores.of(x)
-                edge = (column < item.full_first) | (column + c.block > item.full_last)
-                x = where_seen(edge, lambda: seen.by_query(shape, row, column, limits), x, -jnp.inf)
-                top = jnp.maximum(most, jnp.max(x, axis=1) * factor)
-                e = jnp.exp2(x * factor - registers.spread(top, shape, 1))
-                decay = jnp.exp2(most - top)
-                of_out = None if made is None else made[1]
-                return of_out, e, top, total * decay + jnp.sum(e, axis=1), decay
-
-            return sums.begin(run, shape)
+            plgpu.barrier_wait(refs["k_full"].at[slot])
+            plgpu.barrier_wait(refs["turn"].at[self.warpgroup])
+            s = sums.start(q, refs["k_block"].at[slot])
+            made = beside()
+            plgpu.barrier_arrive(refs["turn"].at[lax.rem(self.warpgroup + 1, jnp.int32(c.warpgroups))])
+            s = sums.known(s, running=0 if made is None else 1)
+            plgpu.barrier_arrive(refs["k_free"].at[slot])
+            x, _ = self.scores.of(s)
+            edge = (column < item.full_first) | (column + c.block > item.full_last)
+            x = seen.hide(edge, x, row, column, limits, -jnp.inf)
+            top = jnp.maximum(most, jnp.max(x, axis=1) * factor)
+            e = jnp.exp2(x * factor - registers.spread(top, shape, 1))
+            decay = jnp.exp2(most - top)
+            of_out = None if made is None else made[1]
+            return of_out, e, top, total * decay + sums_by_thread(e, self.interpret), decay
 
         def values_of(i: Any) -> Any:
             slot = self.slot(before + i - item.first)
@@ -208,6 +214,8 @@ class _Forward:
                 return sums.add((out[0], of_out), p, values_of(i - 1))
 
             of_out, e, most, total, decay = of_block(i, most, total, beside)
+            if c.pinned:
+                once_known(total, self.interpret)
             acc = sums.value((out[0], of_out))
             plgpu.barrier_arrive(refs["v_free"].at[self.slot(before + i - 1 - item.first)])
             _, of_out = sums.put((out[0], of_out), acc * registers.spread(decay, acc.shape, 1))
@@ -219,15 +227,16 @@ class _Forward:
         plgpu.barrier_arrive(refs["q_free"].at[q_slot])
         acc = sums.value(sums.add((out[0], of_out), p, values_of(item.last - 1)))
         plgpu.barrier_arrive(refs["v_free"].at[self.slot(before + item.last - 1 - item.first)])
-        return acc, most, total
+        return acc, most, sums_of_threads(total, self.interpret)
 
     def begin(self, item: TileWork) -> tuple[Any, Any]:
-        """The largest exponent and the sum of exponentials before the first block: the sink's, if there is one."""
+        """The largest exponent and a thread's sum of exponentials before the first block, which has a sink's."""
         if "sinks" not in self.refs:
             return self.registers.vector(HALF, LOWEST), self.registers.vector(HALF, 0.0)
         sink = self.refs["sinks"][item.batch, item.head] * LOG2E
         most = lax.max(sink, jnp.float32(LOWEST))
-        return self.registers.vector(HALF, most), self.registers.vector(HALF, jnp.exp2(sink - most))
+        total = part_of_thread(jnp.exp2(sink - most), self.interpret)
+        return self.registers.vector(HALF, most), self.registers.vector(HALF, total)
 
     def store(self, item: TileWork, row: Any, acc: Any, most: Any, total: Any) -> None:
         refs = self.refs

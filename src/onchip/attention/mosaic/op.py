@@ -11,16 +11,15 @@ from jax import lax
 from onchip.attention.masks import OP, Intervals
 from onchip.attention.mosaic import backward, forward
 from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, GradientInputs
-from onchip.attention.mosaic.forward import ForwardConfig
+from onchip.attention.mosaic.forward import FORWARD
 from onchip.attention.mosaic.products import Scores
-from onchip.attention.mosaic.work import TILE, key_items, query_items
+from onchip.attention.mosaic.work import ALL_TILES, key_items, query_items
 from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges, on_device
 from onchip.frontend.jax_spread import Between, with_gradients_on_mesh
 from onchip.kernels.mosaic.maths import LOG2E
 
 Array = jax.Array
 
-FORWARD = ForwardConfig()
 SIZES = (64, 128)
 """The head sizes that kernels have; other heads are padded with zeros."""
 
@@ -67,7 +66,7 @@ def _filled(x: Array, axis: int, size: int, value: Any = 0) -> Array:
     return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
 
 
-def _up(tokens: int, to: int = TILE) -> int:
+def _up(tokens: int, to: int = ALL_TILES) -> int:
     return -(-tokens // to) * to
 
 
@@ -75,7 +74,7 @@ def _for_copies(static: AttentionStatic, interpret: Any, x: Array) -> Array:
     """x, padded to a head size that kernels have and to a multiple of 8 tokens, as Mosaic's copies need; on the CPU to
     whole tiles, since the interpreter writes no part of a block."""
     axis = _token_axis(static)
-    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else TILE))
+    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else ALL_TILES))
 
 
 def _cut(static: AttentionStatic, x: Array, tokens: int, size: int) -> Array:
@@ -109,14 +108,12 @@ def _limits(static: AttentionStatic, mask: Ranges) -> tuple[Intervals, Array, Ar
     return Intervals(mask.start, mask.end, mask.stop), start, end, stop
 
 
-def _forward_kernel(
-    static: AttentionStatic, config: ForwardConfig, interpret: Any, x: ForwardInputs
-) -> tuple[Array, Array]:
+def _forward_kernel(static: AttentionStatic, interpret: Any, x: ForwardInputs) -> tuple[Array, Array]:
     """out, and lse [B, Hq, Tq rounded up]."""
-    p = static.problem
+    p, config = static.problem, FORWARD[_head_size(static)]
     q, k, v = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v))
     mask, start, end, stop = _limits(static, x.mask)
-    items = query_items(mask, static.problem.keys, config.block)
+    items = query_items(mask, static.problem.keys, config.block, config.tile)
     out, lse = forward.forward(
         q, k, v, start, end, stop, x.sinks, items, **_how(static), config=config, interpret=interpret
     )
@@ -141,7 +138,8 @@ def _backward_kernels(
         made = backward.by_query(given, query_items(mask, p.keys, BY_QUERY.block), **how)
         grad_q = _cut(static, made, p.queries, p.size)
     if wanted[1]:
-        grad_k, grad_v = backward.by_key(given, key_items(mask, p.keys, BY_KEY.block), **how)
+        config = BY_KEY[_head_size(static)]
+        grad_k, grad_v = backward.by_key(given, key_items(mask, p.keys, config.block), config=config, **how)
         grad_k, grad_v = _cut(static, grad_k, p.keys, p.size), _cut(static, grad_v, p.keys, p.value_size)
     return grad_q, grad_k, grad_v
 
@@ -152,13 +150,13 @@ def _heads_first(static: AttentionStatic, x: Array) -> Array:
 
 
 def attend(
-    static: AttentionStatic, given: Parameters, mask: Ranges, config: ForwardConfig = FORWARD, interpret: Any = None
+    static: AttentionStatic, given: Parameters, mask: Ranges, interpret: Any = None
 ) -> tuple[tuple[Array, Array], KernelSaved]:
     """(out, lse) in the layout, and what backward is given."""
     sinks = None
     if given.sinks is not None:
         sinks = jnp.broadcast_to(given.sinks.astype(jnp.float32), (len(given.q), len(given.sinks)))
-    run = _folded(partial(_forward_kernel, static, config, interpret))
+    run = _folded(partial(_forward_kernel, static, interpret))
     out, lse = run(ForwardInputs(given.q, given.k, given.v, mask, sinks))
     return (out, _heads_first(static, lse[..., : static.problem.queries])), KernelSaved(given, mask, out, lse)
 

@@ -9,9 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.attention.mosaic.quads import hide_outside
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.maths import LOG2E, tanh
 from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.wgmma import begin_product
 
 LOWEST = -1e30
 """Below any score.  A hidden score is -inf, and -inf minus -inf would not be 0."""
@@ -42,6 +44,17 @@ class ProductSums:
             return None, value + jnp.dot(a[...].astype(jnp.float32), b.astype(jnp.float32))
         plgpu.wgmma(into, a, b)
         return into, None
+
+    def start(self, a: Any, b: Any) -> Any:
+        """a @ b.T, of blocks of shared memory; on a GPU it still runs, and is `known` later."""
+        if self.interpreted:
+            return jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32).T)
+        return begin_product(a, b)
+
+    def known(self, product: Any, running: int = 0) -> Any:
+        """What `start` began, once at most `running` products, the last ones, are still running."""
+        self.wait(running)
+        return product
 
     def block(self, ref: Any) -> Any:
         """The right operand of `add`."""
@@ -107,6 +120,13 @@ class Seen:
             stop = self.registers.load(self.refs["stop"].at[self.batch, pl.ds(column, shape[1])], 0)
             seen &= self.registers.rows(shape) < self.registers.spread(stop - row, shape, 0)
         return seen
+
+    def hide(self, edge: Any, x: Any, row: Any, column: Any, limits: Any, hidden: float) -> Any:
+        """x [queries, keys], for which see `by_query` and `where_seen`."""
+        if "stop" in self.refs or self.registers.interpreted:
+            return where_seen(edge, lambda: self.by_query(x.shape, row, column, limits), x, hidden)
+        start, end = (limit - column for limit in limits)
+        return lax.cond(edge, lambda x: hide_outside(x, start, end, hidden), lambda x: x, x)
 
     def by_key(self, shape: tuple[int, int], row: Any, column: Any, limits: Any) -> Any:
         """For keys from `row` on, and queries from `column` on, with their `limits`: [keys, queries]."""

@@ -20,6 +20,8 @@ TILE = 128
 """Tokens of a tile: queries in forward and for their gradient, keys for the gradients of keys and values."""
 HALF = TILE // 2
 """Tokens of a tile's half, which one of the two warpgroups that multiply has."""
+ALL_TILES = 3 * TILE
+"""A multiple of every tile."""
 L2_BYTES = 32 << 20
 """What all programs read at a time should fit into this part of L2; an H100 has 50 MiB."""
 
@@ -37,9 +39,9 @@ class TileWork(NamedTuple):
     head: Any
 
 
-def query_items(mask: Intervals, keys: int, block: int) -> Array:
+def query_items(mask: Intervals, keys: int, block: int, tile: int = TILE) -> Array:
     """[B * tiles, 6] int32: tiles of queries, each with one block of `block` keys or more."""
-    meet, full = _pairs(mask, keys, TILE, block)
+    meet, full = _pairs(mask, keys, tile, block)
     # Past the last key a block must be masked.
     return _in_blocks(meet, full & (jnp.arange(full.shape[-1]) < keys // block)[None, None], block, least=1)
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import llvm, vector
 
 _FIRST = ".reg .pred first; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.u32 first, x, 0;"
 _ADD_ONE = f"""{{
@@ -177,3 +177,28 @@ def run_ptx(lines: str, constraints: str, arguments: Sequence[Any], result: Any 
     """PTX with these operands, inside of an inline operation; it stays where it is."""
     result = ir.Type.parse("!llvm.void") if result is None else result
     return llvm.inline_asm(result, arguments, lines, constraints + ",~{memory}", has_side_effects=True)
+
+
+# Never true, which nobody can know before the number is there: results of arithmetic are no such NaN.
+_ONCE_KNOWN = """{ .reg .pred never; .reg .b32 x; mov.b32 x, 0; setp.eq.b32 never, $0, 0xFFFFFFFF;
+@never ld.volatile.shared.b32 x, [x]; }"""
+
+
+def once_known(x: Any, interpret: Any) -> None:
+    """Keep what follows from being moved before x is computed: float32, laid out as an accumulator, of which the last
+    numbers stand for all, or a vector with a value per row.
+
+    Else ptxas moves a wait for products up, ahead of arithmetic that should run beside them.
+    """
+    if interpret is not None:
+        return
+    matrix = x.ndim == 2
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA if matrix else plgpu.Layout.WGMMA.reduce(1),))
+    def wait(_: Any, x: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        for register in x.registers.flat[-2:]:
+            number = vector.extract(register, [], [1]) if matrix else register
+            run_ptx(_ONCE_KNOWN, "r", [utils.bitcast(number, i32)])
+
+    wait(x)
