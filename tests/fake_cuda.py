@@ -118,8 +118,9 @@ def parameter_sizes(cubin: bytes) -> tuple[int, ...]:
     """Bytes of each of a kernel's parameters, of EIATTR_KPARAM_INFO in its .nv.info."""
     found, at = {}, -1
     while (at := cubin.find(b"\x04\x17\x0c\x00", at + 1)) >= 0:
-        _, ordinal, _, flags = struct.unpack_from("<IHHI", cubin, at + 4)
-        found[ordinal] = flags >> 18
+        index, ordinal, _, flags = struct.unpack_from("<IHHI", cubin, at + 4)
+        if index == 0 and flags & 0x3FF == 0:  # else these bytes are something else's
+            found[ordinal] = flags >> 18
     return tuple(found[i] for i in range(len(found)))
 
 

@@ -184,6 +184,7 @@ class Warp:
         self.products = []  # lists of Product, a group each; the last one is open
         self.results = {}  # of products in flight, by their registers
         self.stores = []  # lists of copies to global memory, the last one open
+        self.fetches = [[]]  # lists of copies by the warp's own threads, the last one open
         self.leader = block.chance.randrange(LANES)
 
     # ------------------------------------------------------------------------------------------------------- products
@@ -232,6 +233,21 @@ class Warp:
 
     def stores_left(self):
         return len([group for group in self.stores[:-1] if group])
+
+    # ------------------------------------------------------------------------------- copies that threads make, cp.async
+
+    def fetch_later(self, copy):
+        self.fetches[-1].append(copy)
+        if self.block.chance.random() < 0.3:  # or later
+            self.block.later.append((self, copy))
+
+    def commit_fetches(self):
+        self.fetches.append([])
+
+    def wait_fetches(self, left):
+        while len(self.fetches) > left + 1:
+            for copy in self.fetches.pop(0):
+                copy()
 
 
 POISON = np.full(LANES, 0xFFFFFFFF, np.uint32)  # NaN
@@ -350,6 +366,26 @@ class Block:
         self._shared(at, size, values.dtype)
         self.shared.view(values.dtype)[at // size] = values[mask]
         self.writer[(at[:, None] + np.arange(size)).ravel()] = w.number + 1
+
+    def fetch(self, w, to, source, size, mask, given):
+        """Each lane of the mask copies so many bytes, which come at any time before it waits, the first `given` of them
+        from memory and zeros behind."""
+        at, source, given = to[mask].astype(np.int64), source[mask], given[mask]
+        left = [True]
+
+        def copy():
+            if not left[0]:
+                return
+            left[0] = False
+            for place, start, n in zip(at, source, given, strict=True):
+                bytes_ = np.zeros(size, np.uint8)
+                if n:
+                    ((data, _, where),) = self.memory.bytes_at(np.array([start], np.uint64))
+                    bytes_[:n] = data[int(where[0]) :][:n]
+                self._shared(np.array([place], np.uint64), size, np.dtype((np.void, size)))
+                self.shared[place : place + size] = bytes_
+
+        w.fetch_later(copy)
 
     def fence(self, w):
         self.writer[self.writer == w.number + 1] = 0

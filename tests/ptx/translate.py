@@ -169,18 +169,17 @@ class _Translator:
         return self.constant(bits.view(dtype)[0] if dtype.kind != "b" else bool(value), dtype)
 
     def address(self, x):
-        """[base + offset], as 64-bit numbers."""
+        """[base + offset], as 64-bit numbers; in shared memory they wrap around at 32 bits."""
         base, _, offset = x.strip("[]").partition("+")
-        base = base.strip()
-        if base in self.numbers:
-            said = f"R[{self.numbers[base]}]"
-            if self.kinds[base] == "b32":
-                said += ".astype('u8')"
-        elif base == "global_smem":
-            said = self.constant(SHARED_BASE, np.uint64)
-        else:
-            said = self.constant(int(base), np.uint64)
-        return f"({said} + {self.constant(int(offset), np.uint64)})" if offset.strip() else said
+        base, offset = base.strip(), int(offset or 0)
+        if base not in self.numbers:
+            start = SHARED_BASE if base == "global_smem" else int(base)
+            return self.constant(start + offset, np.uint64)
+        kind = np.uint32 if self.kinds[base] == "b32" else np.uint64
+        said = f"R[{self.numbers[base]}]"
+        if offset:
+            said = f"({said} + {self.constant(offset % 2 ** np.iinfo(kind).bits, kind)})"
+        return said if kind == np.uint64 else f"{said}.astype('u8')"
 
     def write(self, s, register, value, kind=None):
         """The lines that put a value, as an array of its own, where the guard says."""
@@ -487,6 +486,14 @@ class _Translator:
             return self._bulk(s, words, piece)
         if words[1] == "reduce":
             return self._bulk(s, ["cp", *words[2:]], piece, add=True)
+        if words[2] == "commit_group":
+            return ["w.commit_fetches()"]
+        if words[2].startswith("wait_group"):
+            return [f"w.wait_fetches({int(s.operands[0])})"]
+        if words[2] in ("ca", "cg"):
+            to, source, size = *(self.address(x) for x in s.operands[:2]), int(s.operands[2], 0)
+            given = self.read(s.operands[3], "s32") if len(s.operands) > 3 else f"np.full({LANES}, {size})"
+            return [f"block.fetch(w, {to}, {source}, {size}, {self.mask(s)}, {given})"]
         raise NotImplementedError(s.text)
 
     def _bulk(self, s, words, piece, *, add=False):

@@ -10,8 +10,9 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms, possessive
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
-from onchip.kernels.triton.launch import Launch, describe, device_refusal
-from onchip.vocab.rows.memory import RowTiles, heuristic_tiles
+from onchip.kernels.triton.launch import Launch, describe, device_refusal, has_gluon
+from onchip.kernels.triton.versions import interpreted
+from onchip.vocab.rows.memory import ONCE_WARPS, RowTiles, heuristic_tiles, row_rings
 
 
 def refusal(logits: Tensor) -> str | None:
@@ -44,10 +45,15 @@ def launch_rows(
     """Launch a kernel of onchip.vocab.rows.triton, with an op's `options`; `more` are its other arguments."""
     from onchip.vocab.rows import triton as triton_rows
 
-    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
+    both = kernel == "losses" and out is not None
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=both)
+    given = {"target": _flat_ids(target), "token_weight": flat(token_weight)}
+    if both and options.label_smoothing == 0 and class_weight is None and more["entropy"] is None:
+        of_rows = _of_rows(logits, out, token_temperature, options, None, tiles)
+        if _launch_once(of_rows | given | more):
+            return
     arguments = {
-        "target": _flat_ids(target),
-        "token_weight": flat(token_weight),
+        **given,
         "class_total": _total(class_weight),
         **dict.fromkeys(("target_logit", "top_out", "low_out", "uniform", "terms_out", "start", "whole")),
         "SMOOTHING": options.label_smoothing > 0,
@@ -160,6 +166,21 @@ def _of_rows(
         "LANES": lanes,
         "STAGES": tiles.stages,
     }
+
+
+def _launch_once(arguments: dict[str, Any]) -> bool:
+    """Launch `once.losses_once`, if it serves rows like these."""
+    logits, unit = arguments["logits"], arguments["UNIT"]
+    device = describe(logits.device)
+    rings = row_rings(logits.shape[-1], logits.element_size())
+    if rings is None or unit * logits.element_size() != 16 or not has_gluon(device.capability) or interpreted():
+        return False
+    from onchip.vocab.rows import once
+
+    given = {name: arguments[name] for name in once.losses_once.arg_names if name in arguments}
+    given |= {**rings._asdict(), "LANES": 32 * ONCE_WARPS}
+    Launch(once.losses_once, (min(arguments["T"], device.programs),), given, ONCE_WARPS, registers=128).run()
+    return True
 
 
 def _launch(function: Any, tiles: RowTiles, arguments: dict[str, Any]) -> None:

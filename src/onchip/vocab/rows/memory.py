@@ -5,6 +5,7 @@ Imports no framework.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import chunks
@@ -181,3 +182,32 @@ def heuristic_tiles(vocab: int, dtype: str, *, twice: bool) -> RowTiles:
     else:
         warps = 8
     return RowTiles(tile=min(1024 * warps, 16384), warps=warps, programs=32 // warps)
+
+
+class RowRings(NamedTuple):
+    """How `once.losses_once` keeps a row: see there."""
+
+    TILE: int
+    HELD: int
+    RING: int
+    SLOTS: int
+
+
+ONCE_WARPS = 16
+# Of tiles, those that shared memory holds, at most, and registers; in bytes a tile, and the rows that it is for.
+_PLACES = {32 << 10: 7, 16 << 10: 14}
+_MOST_HELD = 4
+_LONG_TILES = range(7, 9)  # of 32 KiB: 1.19 ms for 8192 x 128256 in bfloat16 on an H200, with those of 16 KiB 1.28
+_LEAST_ROW = 100_000  # bytes: shorter ones are faster in pieces
+
+
+def row_rings(vocab: int, size: int) -> RowRings | None:
+    """The rings for rows of `vocab` logits of `size` bytes; None if rows are so short that registers hold them."""
+    if vocab * size < _LEAST_ROW:
+        return None
+    long = -(-vocab * size // (32 << 10)) in _LONG_TILES
+    tile_bytes = 32 << 10 if long else 16 << 10
+    places, tiles = _PLACES[tile_bytes], -(-vocab * size // tile_bytes)
+    held = min(max(1, tiles - places), _MOST_HELD)
+    ring = tiles - held
+    return RowRings(tile_bytes // size, held, ring, places // ring * ring or places)
