@@ -24,7 +24,7 @@ IS_LATER = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2]) > (
 # By kernel, bytes of a thread's stack that Triton 3.7, 3.8 or 3.9 takes beyond what 3.6 does.
 LATER = {
     "losses": 96, "log_probs": 72, "weight_added": 72, "weight_gradient": 8, "softmax_in_turns": 8,
-    "softmax_gradient": 8, "gradients": 8, "quantize_words": 32,
+    "softmax_gradient": 8, "gradients": 8, "quantize_words": 32, "fused_gradient": 120, "paired_fused_gradient": 16,
 }  # fmt: skip
 _TYPES = {
     torch.bfloat16: "bf16",

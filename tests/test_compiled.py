@@ -111,8 +111,9 @@ MORE = {
         "even, float16": partial(sharded, 8192, call=head, ranks=2, **LARGE, label_smoothing=0.1, dtype=F16),
     },
     "attention": {
-        "one kernel for all gradients, softcap": partial(attended, 8192, mask=masks.Causal(), size=64, value_size=64,
-                                                         softcap=20.0),
+        f"one kernel for all gradients, {size}, softcap": partial(attended, 8192, mask=masks.Causal(), size=size,
+                                                                  value_size=size, softcap=20.0)
+        for size in (64, 128)
     } | {
         f"heads of {size}, {name}": partial(attended, 8192, mask=masks.Tree(blank(8192, dtype=torch.int64)), size=size,
                                             value_size=min(size, 128) if size < 256 else size, **options)
@@ -180,7 +181,8 @@ STACK = {
     "divergence_rows": {"": 16},
     "quantize_words": {"WHOLE": 56},
     "sum_rows": {"row_scale": 8},
-    "fused_gradient": {"softcap": 24},
+    "fused_gradient": {"": 24, "softcap": 168},
+    "paired_fused_gradient": {"": 48, "softcap": 176},
 }
 STACK |= {kernel: {"": 176, "softcap": 376} for kernel in ATTENTION}
 ON_OTHERS = dict.fromkeys(BY_TILES, 128) | {"grouped_product": 8, "grouped_weight_gradient": 8}
@@ -197,8 +199,8 @@ PRODUCTS = {
     "gradient_staggered", "softmax_in_turns", "weight_added", "hidden_apart", "grouped_product",
     "grouped_weight_gradient", "product_apart", "weight_gradient_apart", "scaled_product", "scaled_weight_gradient",
     "attend", "query_gradient", "key_gradient", "paired_key_gradient", "attend_wide", "wide_query_gradient",
-    "wide_key_gradient", "fused_gradient", "attend_by_tiles", "query_gradient_by_tiles", "key_gradient_by_tiles",
-    "gated_product", "adding_product",
+    "wide_key_gradient", "fused_gradient", "paired_fused_gradient", "attend_by_tiles", "query_gradient_by_tiles",
+    "key_gradient_by_tiles", "gated_product", "adding_product",
 }  # fmt: skip
 # Those that read rows of a matrix once, by 16 bytes where rows begin at multiples of that; and the others, if they do.
 ROWS = ("losses", "gradients", "log_probs", "log_prob_gradients", "soft_losses", "soft_gradients")

@@ -23,6 +23,18 @@ KERNEL_CASES = (
         for size in range(8, 129, 8)
     ),
     *(
+        AttentionCase(f"{q} and {k} tokens, a head of {size}, {mask}", mask, queries=q, keys=k, heads=6, key_heads=2,
+                      size=size, value_size=values, sinks=size % 16 == 0)
+        for size, values, q, k in ((72, 72, 300, 300), (80, 128, 129, 257), (128, 96, 799, 3), (128, 128, 1, 1),
+                                   (104, 104, 113, 203), (40, 120, 63, 65), (128, 128, 1023, 1024))
+        for mask in ("causal, last sees last", "full")
+    ),
+    *(
+        AttentionCase(f"groups of {group}, causal", "causal", queries=520, keys=520, heads=2 * group, key_heads=2,
+                      size=128, value_size=128, sinks=True)
+        for group in (1, 3, 5, 8)
+    ),
+    *(
         AttentionCase(f"groups of {group}", "window in documents", queries=520, keys=520, heads=2 * group, key_heads=2,
              size=size, value_size=size, sinks=True)
         for group in (1, 3, 5, 7, 8)

@@ -131,7 +131,7 @@ def test_plan():
     made = plan("attention", **sizes)
     assert made.backend == "triton"
     assert made.sizes == sizes
-    assert made.row("default").memory_parts == memory_parts(p, 1, backward=True, sinks=False)
+    assert made.row("default").memory_parts == memory_parts(p, 1, backward=True, sinks=False, fused=True)
     assert plan("attention", **sizes, gpu="a100").backend == "triton"
     other_values = {**sizes, "head_size": 192, "value_size": 128}
     of_values = plan("attention", **other_values)
@@ -139,14 +139,15 @@ def test_plan():
     assert plan("attention", **other_values, gpu="a100").backend == "plain"
     widest = plan("attention", **{**sizes, "head_size": 256}).row("default").memory_parts
     assert widest == memory_parts(p._replace(size=256, value_size=256), 1, backward=True, sinks=False)
-    small, of_small = {**sizes, "head_size": 64}, p._replace(size=64, value_size=64)
-    two, one = (memory_parts(of_small, 1, backward=True, sinks=False, fused=x) for x in (False, True))
-    few, most = sum(two.values()), sum(one.values())
-    assert most - few == 4 * 32 * 4096 * 64 + 4 * (4 + 32 * 64)
-    made = plan("attention", **small, scratch=(few, most - 1, most))
-    assert [row.memory_parts for row in made.rows] == [one, two, two, one]
-    assert plan("attention", **small).row("smallest").memory_parts == two
-    assert plan("attention", **small, gpu="a100").row("default").memory_parts == two
+    for size, parts in ((64, 1), (128, 2)):
+        small, of_small = {**sizes, "head_size": size}, p._replace(size=size, value_size=size)
+        two, one = (memory_parts(of_small, 1, backward=True, sinks=False, fused=x) for x in (False, True))
+        few, most = sum(two.values()), sum(one.values())
+        assert most - few == parts * 4 * 32 * 4096 * 64 + 4 * (4 + parts * 32 * 64)
+        made = plan("attention", **small, scratch=(few, most - 1, most))
+        assert [row.memory_parts for row in made.rows] == [one, two, two, one]
+        assert plan("attention", **small).row("smallest").memory_parts == two
+        assert plan("attention", **small, gpu="a100").row("default").memory_parts == two
     of_values = plan("attention", **sizes, value_size=64, backend="plain").row("default")
     narrow = p._replace(value_size=64)
     assert of_values.memory_parts == scratch_parts(narrow, 2, of_values.chunk["queries"], backward=True, softcap=False)

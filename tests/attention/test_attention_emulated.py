@@ -13,6 +13,7 @@ from onchip.torch import attention
 
 GLUON = ("attend", "query_gradient", "key_gradient")
 FUSED = ("attend", "fused_gradient", "rounded_sums")
+PAIRED = ("attend", "paired_fused_gradient", "rounded_sums")
 WIDE = ("attend_wide", "wide_query_gradient", "wide_key_gradient")
 WIDEST = ("attend_wide", "wide_query_gradient", "paired_key_gradient")
 
@@ -27,6 +28,7 @@ FEW = (
     case_of("causal documents", 40, value_size=64, batch=1, queries=200, keys=200, heads=3, sinks=True),
     case_of("window of both sides", 128, batch=1, sinks=True),  # which reaches beyond the keys
     case_of("causal documents", 192, value_size=128, batch=1, queries=200, keys=200),
+    case_of("causal, last sees last", 72, value_size=104, batch=1, queries=70, keys=140),
 )
 MANY = (
     case_of("causal, last sees last", 256, batch=1, queries=70, keys=140),
@@ -37,6 +39,7 @@ MANY = (
     case_of("causal", 24, queries=290, keys=33, value_size=128, heads=3, key_heads=3),
     case_of("causal", 8, queries=1, keys=1),
     case_of("full", 128, batch=1, queries=129, keys=257, heads=5, options={"scale": 0.2}),
+    case_of("causal", 128, heads=3, sinks=True, options={"softcap": 5.0}),
     case_of("tree", 192, value_size=128, batch=1, sinks=True, options={"softcap": 5.0}),
     case_of("rows that see nothing", 160, value_size=128),
     case_of("window of both sides", 136, value_size=72, batch=1, queries=150, keys=300, sinks=True),
@@ -63,14 +66,27 @@ def drawn(queries, keys, size, heads=2):
     return [torch.randn(1, *shape).to(torch.bfloat16).requires_grad_() for shape in shapes]
 
 
+PACKED = Documents(torch.arange(300) // 130) & Causal()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kernels"), [(64, FUSED), (64, GLUON), (128, GLUON), (192, WIDE), (256, WIDEST)])
-def test_the_order_of_what_is_asynchronous_changes_nothing(size, kernels):
+@pytest.mark.parametrize(
+    ("size", "mask", "kernels"),
+    [
+        (64, PACKED, FUSED),
+        (64, PACKED, GLUON),
+        (128, Causal(), PAIRED),
+        (128, PACKED, GLUON),
+        (192, PACKED, WIDE),
+        (256, PACKED, WIDEST),
+    ],
+)
+def test_the_order_of_what_is_asynchronous_changes_nothing(size, mask, kernels):
     given = drawn(300, 300, size)
     bound = least_memory(AttentionProblem(1, 300, 300, 2, 1, size, size), backward=True, sinks=False)
     options = {"scratch_bytes": bound} if (size, kernels) == (64, GLUON) else {}
     with emulating(kernels) as done:
-        out = attention(*given, Documents(torch.arange(300) // 130) & Causal(), backend="triton", **options)
+        out = attention(*given, mask, backend="triton", **options)
         torch.autograd.grad(out.sum(), given)
     assert {x.name for x in done} == set(kernels)
     for x in done:
@@ -79,22 +95,24 @@ def test_the_order_of_what_is_asynchronous_changes_nothing(size, kernels):
 
 
 @pytest.mark.slow
-def test_sums_need_the_order_of_their_tiles():
+@pytest.mark.parametrize(("size", "kernel"), [(64, "fused_gradient"), (128, "paired_fused_gradient")])
+def test_sums_need_the_order_of_their_tiles(size, kernel):
     """Programs that don't wait for their turn leave others."""
-    given = drawn(300, 300, 64)
-    with emulating(("fused_gradient",)) as done:
+    given = drawn(300, 300, size)
+    with emulating((kernel,)) as done:
         torch.autograd.grad(attention(*given, backend="triton").sum(), given)
     again = [done[0].again(lambda ptx: ptx.replace("@p bra again;", ""), seed) for seed in range(3)]
     assert any((a != b).any() for made in again for a, b in zip(made, done[0].after, strict=True))
 
 
-@pytest.mark.parametrize("size", [64, *(pytest.param(x, marks=pytest.mark.slow) for x in (192, 256))])
+@pytest.mark.parametrize("size", [64, *(pytest.param(x, marks=pytest.mark.slow) for x in (128, 192, 256))])
 def test_nothing_is_seen(size):
     q, k, v = drawn(70, 140, size)
     k.data[:, 130:] = torch.nan  # in a tile that no query sees
     nothing = torch.full((70,), 7)
+    mask = Causal(-100) if size == 128 else Intervals(nothing, nothing)
     with emulating():
-        out, lse = attention(q, k, v, Intervals(nothing, nothing), return_lse=True, backend="triton")
+        out, lse = attention(q, k, v, mask, return_lse=True, backend="triton")
         gradients = torch.autograd.grad(out.sum() + 0 * lse.nan_to_num(0, 0, 0).sum(), (q, k, v))
     assert not out.any()
     assert (lse == -torch.inf).all()

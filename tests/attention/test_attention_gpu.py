@@ -17,6 +17,7 @@ from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.frontend import torch_prepared
 from onchip.kernels.triton.launch import describe, has_gluon
 from onchip.masks import Blocked, Blocks, Causal, Documents, Full, Intervals, Tree, Window
+from onchip.ops.attention import torch_op
 from onchip.ops.attention.cases import CHECK_CASES
 from onchip.ops.attention.checks import CHECKER
 from onchip.torch import attention
@@ -83,9 +84,11 @@ def test_the_same_bits(mask, size, values, hopper):
         assert_same(step(q, k, v, what, sinks=sinks), first)
 
 
-@pytest.mark.parametrize(("size", "values"), [(72, 72), (136, 72), (200, 136)])
-def test_what_nobody_writes_is_seen(size, values, hopper):
-    """Results and gradients begin as NaN, and none is left."""
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("size", "values"), [(40, 64), (72, 72), (136, 72), (200, 136)])
+def test_what_nobody_writes_is_seen(size, values, whole, hopper, monkeypatch):
+    """Results, gradients and their sums begin as NaN, and none is left."""
+    monkeypatch.setattr(torch_op, "is_whole", lambda mask: whole)
     q, k, v = drawn(2, 333, 517, size=size, values=values)
     sinks = torch.randn(4, device="cuda", requires_grad=True)
     fills = torch.are_deterministic_algorithms_enabled()
@@ -98,11 +101,11 @@ def test_what_nobody_writes_is_seen(size, values, hopper):
     assert not any(x.isnan().any() for x in made)
 
 
-@pytest.mark.parametrize(("size", "values"), [(64, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_rows_that_see_nothing(size, values, hopper):
     q, k, v = drawn(1, 400, size=size, values=values)
     nothing = torch.zeros(400, dtype=torch.int32, device="cuda")
-    out, lse, *gradients = step(q, k, v, Intervals(nothing, nothing))
+    out, lse, *gradients = step(q, k, v, Causal(-500) if size == 128 else Intervals(nothing, nothing))
     assert not out.any()
     assert (lse == -torch.inf).all()
     assert not any(x.any() for x in gradients)
@@ -157,10 +160,19 @@ def least(q, k, v, sinks=False):
         ("full", 8, 3, 1, {"scale": 0.5}),
         ("own ranges", 64, 4, 2, {"layout": "bhtd", "softcap": 20.0}),
         ("own ranges", 24, 8, 8, {"layout": "bhtd"}),
+        ("causal", 128, 6, 2, {"softcap": 10.0}),
+        ("causal", 72, 8, 1, {"layout": "bhtd"}),
+        ("full", 104, 3, 3, {"scale": 0.2}),
+        ("documents", 128, 8, 1, {}),
+        ("window", 128, 4, 2, {}),
+        ("own ranges", 128, 4, 2, {"layout": "bhtd", "softcap": 20.0}),
     ],
 )
-def test_one_kernel_for_all_gradients_or_two(mask, size, heads, key_heads, options, hopper):
-    """A bound of memory decides; both are as near to what float64 gives."""
+def test_one_kernel_for_all_gradients_or_two(mask, size, heads, key_heads, options, hopper, monkeypatch):
+    """A bound of memory decides; both are as near to what float64 gives.  Whether a mask is whole, which decides with
+    larger heads, is for the time that they take: that kernel is right for any ranges.
+    """
+    monkeypatch.setattr(torch_op, "is_whole", lambda mask: True)
     tokens, at = 1111, torch.arange(1111, device="cuda")
     q, k, v = drawn(2, tokens, heads=heads, key_heads=key_heads, size=size)
     if options.get("layout") == "bhtd":
@@ -191,20 +203,30 @@ def test_one_kernel_for_all_gradients_or_two(mask, size, heads, key_heads, optio
 
 
 def test_where_two_kernels_make_gradients(hopper):
-    """Of calls with small heads: with a `stop`, or if not all gradients are wanted."""
-    q, k, v = drawn(1, 300)
-    with mock.patch.object(op, "_in_one_walk", side_effect=AssertionError):
-        step(q, k, v, Tree(torch.full((300,), 300, device="cuda")))
-        for wanted in ((q,), (k, v), (q, k), (v,)):
-            step(*(x if any(x is y for y in wanted) else x.detach() for x in (q, k, v)))
+    """With a `stop`, or if not all gradients are wanted; with larger heads if the mask isn't full or causal."""
+    at = torch.arange(300, device="cuda")
+    others = Window(50), Documents(at // 70) & Causal(), Intervals(at * 0, at + 1)
+    torch_prepared.forget()
+    for size in (64, 128):
+        q, k, v = drawn(1, 300, size=size)
+        with mock.patch.object(op, "_in_one_walk", side_effect=AssertionError):
+            for mask in (Tree(torch.full_like(at, 300)), *(others if size > 64 else ())):
+                step(q, k, v, mask)
+            for wanted in ((q,), (k, v), (q, k), (v,)):
+                step(*(x if any(x is y for y in wanted) else x.detach() for x in (q, k, v)))
+        with mock.patch.object(op, "_in_one_walk", wraps=op._in_one_walk) as one:
+            for mask in (Full() & Causal(), Causal().lower(1, 300, 300, q), *(others if size == 64 else ())):
+                one.reset_mock()
+                step(q, k, v, mask)
+                assert one.called
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_memory(fused, hopper):
-    given = drawn(1, 8192, heads=8, key_heads=2)
+@pytest.mark.parametrize(("fused", "size"), [(True, 64), (False, 64), (True, 128), (True, 96)])
+def test_memory(fused, size, hopper):
+    given = drawn(1, 8192, heads=8, key_heads=2, size=size)
     mask, upstream = Causal().lower(1, 8192, 8192, given[0]), torch.ones_like(given[0])
     options = {} if fused else {"scratch_bytes": least(*given)}
-    p = AttentionProblem(1, 8192, 8192, 8, 2, 64, 64)
+    p = AttentionProblem(1, 8192, 8192, 8, 2, size, size)
     formula = sum(memory_parts(p, 1, backward=True, sinks=False, fused=fused).values())
 
     def run():
@@ -217,10 +239,12 @@ def test_memory(fused, hopper):
     assert formula / 2 <= peak <= formula + (1 << 20), (peak, formula)
 
 
-def test_the_same_bits_on_several_busy_streams(hopper):
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_same_bits_on_several_busy_streams(size, hopper):
     """Programs of several calls are on the GPU together, none of them all at once."""
-    given = [drawn(2, 3000, heads=16, key_heads=4, seed=seed) for seed in range(3)]
-    mask = (Documents(torch.arange(3000, device="cuda") // 1234) & Causal()).lower(2, 3000, 3000, given[0][0])
+    given = [drawn(2, 3000, heads=16, key_heads=4, size=size, seed=seed) for seed in range(3)]
+    packed = Documents(torch.arange(3000, device="cuda") // 1234) & Causal()
+    mask = (packed if size == 64 else CAUSAL).lower(2, 3000, 3000, given[0][0])
     expected = [step(*x, mask) for x in given]
     torch.cuda.synchronize()
     streams, other, busy = [torch.cuda.Stream() for _ in given], torch.randn(4096, 4096).cuda(), torch.cuda.Stream()
@@ -275,9 +299,11 @@ def test_compiled(hopper):
     assert_same(torch.autograd.grad(out.float().square().sum(), given), right)
 
 
-def test_captured(hopper):
-    q, k, v = drawn(2, 300)
-    mask = (Documents(torch.arange(300, device="cuda") // 70) & Causal()).lower(2, 300, 300, q)
+@pytest.mark.parametrize("size", [64, 128])
+def test_captured(size, hopper):
+    q, k, v = drawn(2, 300, size=size)
+    packed = Documents(torch.arange(300, device="cuda") // 70) & Causal()
+    mask = (packed if size == 64 else CAUSAL).lower(2, 300, 300, q)
 
     def run():
         out = attention(q, k, v, mask, backend="triton")

@@ -116,7 +116,10 @@ class Mask:
         Make it once in a step, and pass it to each layer.
         """
         sizes = MaskSizes(arrays_of(like), like, batch, queries, keys)
-        return self._ranges(sizes)._within(sizes)
+        made = self._ranges(sizes)._within(sizes)
+        if is_whole(self):
+            object.__setattr__(made, "_whole", True)
+        return made
 
     def ranges(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
         """As `lower`, but with integers of any dtype, which may lie beyond the queries and keys that there are."""
@@ -144,6 +147,8 @@ class Intervals(Mask):
     stop: Array | None = None  # [B, Tk] or [Tk]
     blocks: Array | None = None  # [B, Tq / tile, Tk / tile] bool, of `Blocked`
     tile: int = 0
+
+    _whole = False  # no field: what `is_whole` said of the mask that was lowered
 
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
         start, end = (
@@ -435,6 +440,15 @@ def sees_blocks(mask: Mask) -> bool:
     if isinstance(mask, Both):
         return sees_blocks(mask.a) or sees_blocks(mask.b)
     return getattr(mask, "blocks", None) is not None
+
+
+def is_whole(mask: Mask) -> bool:
+    """Whether its class says that queries see all keys, or all before them: `Full`, `Causal`, these combined, and these
+    lowered.
+    """
+    if isinstance(mask, Both):
+        return is_whole(mask.a) and is_whole(mask.b)
+    return mask._whole if isinstance(mask, Intervals) else isinstance(mask, Full | Causal)
 
 
 def check_mask_values(mask: Mask) -> None:

@@ -1,9 +1,10 @@
 """The gradients of keys, values and queries in one kernel, in Gluon, for Hopper: heads of up to 64 numbers.
 
-A tile of keys walks over the queries that see it, as in key_gradient.py; a third group multiplies what that gives for
-queries.  What a tile adds to the queries' sums, in float32 in memory, is added in the order of the tiles, so that the
-sums have the same bits each time: each head has a counter for each block of queries, and a tile waits until the counter
-says that all tiles before it are done.  The first one stores, so that no sum has to be zero before.
+A tile of keys walks over the queries that see it, as in key_gradient.py, with its keys and values in registers; a third
+group multiplies what that gives for queries.  What a tile adds to the queries' sums, in float32 in memory, is added in
+the order of the tiles, so that the sums have the same bits each time: each head has a counter for each block of
+queries, and a tile waits until the counter says that all tiles before it are done.  The first one stores, so that no
+sum has to be zero before.
 
 A program takes the number of its tile when it starts, and waits for lower numbers alone, whose programs have started
 before.  What has started keeps its place on the GPU: streams take turns between programs, and processes take turns with
@@ -44,7 +45,9 @@ REGISTERS = gl.constexpr(208)
 SOME_REGISTERS = gl.constexpr(72)
 # Numbers before the first counter; the first of them is that of the next tile.
 TICKETS = gl.constexpr(problem.TICKETS)
-WRITERS = gl.constexpr(2)
+# The sums' memory for a block of queries and 64 of their numbers.
+SUM_ROWS, SUM_COLUMNS = gl.constexpr(problem.SUM_ROWS), gl.constexpr(problem.SUM_COLUMNS)
+WRITERS = gl.constexpr(3)
 
 
 @gluon.jit
@@ -59,7 +62,7 @@ def _await_turn(counter, turn):
         ld.acquire.gpu.global.b32 seen, [$1];
         setp.ne.s32 p, seen, $2;
         @p bra again;
-        fence.proxy.async;
+        fence.proxy.async.global;
         mov.b32 $0, seen;
         }
         """,
@@ -76,7 +79,7 @@ def _pass_turn(counter, turn):
         .reg .pred p;
         .reg .b32 lane;
         cp.async.bulk.wait_group 0;
-        fence.proxy.async;
+        fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
         setp.eq.u32 p, lane, 0;
@@ -89,7 +92,19 @@ def _pass_turn(counter, turn):
 
 
 @gluon.jit
-def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, n, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+def as_registers(x):
+    """A product's [numbers, queries], [64, 64], in the order of a group's registers, four of each thread and then the
+    next four: so it is stored 16 bytes at a time, and no two threads meet in a bank of shared memory.
+    """
+    # Warps, halves of 16 rows, rows; eights of columns, pairs, columns.
+    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([SUM_ROWS, SUM_COLUMNS])
+
+
+@gluon.jit
+def copy_blocks(
+    rings, q, d_out, k, v, of_rows, mask, sizes, n, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The keys and values of a tile, and all blocks of queries that it walks over, from the last."""
     of_q, of_d_out, vectors, ks, vs, k_full = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
@@ -122,32 +137,45 @@ def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, n, D: gl.constexpr, ROWS:
 
 
 @gluon.jit
-def _write(of_dq, sums, counters, mask, sizes, n, W: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr):
-    """Add each WRITERS-th block to the queries' sums, in its turn."""
+def write_sums(
+    of_dq, sums, counters, mask, sizes, n,
+    W: gl.constexpr, WRITERS: gl.constexpr, PIECES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Add each WRITERS-th piece to the queries' sums, in its turn.  A block of queries has PARTS pieces, each of 64 of
+    their numbers; WRITERS is a multiple of PARTS.
+    """
+    STEPS: gl.constexpr = WRITERS // PARTS
     dqs, dq_full, dq_empty = of_dq
     start, end, table, of_queries = mask
     queries, keys, heads, group, tiles, blocks, own = sizes
     t, b, h = n
     first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
-    many = group * (last - first)
-    for m in range((many - W + WRITERS - 1) // WRITERS):
+    of_queries += b * own * blocks * ENTRIES
+    g, j = W // PARTS % group, last - 1 - W // PARTS // group
+    # Of the tiles that a block sees, the first has turn 0.  Of the next block they are read ahead.
+    at = of_queries + max(j, 0) * ENTRIES
+    low, high = gl.load(at), gl.load(at + 1)
+    for m in range((PARTS * group * (last - first) - W + WRITERS - 1) // WRITERS):
         i = m * WRITERS + W
-        j = last - 1 - i // group
-        plane = b * heads + h * group + i % group
-        # Of the tiles that the block sees, the first has turn 0.
-        at = of_queries + (b * own * blocks + j) * ENTRIES
-        low, high = gl.load(at), gl.load(at + 1)
+        place = ((b * heads + h * group + g) * blocks + j) * PARTS + W % PARTS
+        counter = counters + place
         turn = t - low
         sees = (low <= t) & (t < high)
-        counter = counters + (plane.to(gl.int64) * blocks + j)
+        g += STEPS % group
+        j -= STEPS // group
+        if g >= group:
+            g -= group
+            j -= 1
+        at = of_queries + max(j, 0) * ENTRIES
+        low, high = gl.load(at), gl.load(at + 1)
         if sees:
             _await_turn(counter, turn)
         mbarrier.wait(dq_full.index(i % PIECES), (i // PIECES) & 1)
         if sees:
             if turn == 0:
-                copy_out(sums, [plane, j * ROWS, 0], dqs.index(i % PIECES))
+                copy_out(sums, [place * SUM_ROWS, 0], dqs.index(i % PIECES))
             else:
-                add_out(sums, [plane, j * ROWS, 0], dqs.index(i % PIECES))
+                add_out(sums, [place * SUM_ROWS, 0], dqs.index(i % PIECES))
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(i % PIECES), count=1)
         if sees:
@@ -164,19 +192,19 @@ def _multiply_for_queries(
     queries, keys, heads, group, tiles, blocks, own = sizes
     t, b, h = n
     first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
-    zeros = gl.zeros((ROWS, D), gl.float32, products_layout(D))
+    zeros = gl.zeros((D, ROWS), gl.float32, products_layout(ROWS))
     mbarrier.wait(k_full, 0)
     for i in range(group * (last - first)):
         buffer = i % 2
         mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
         dq = zeros
         for w in gl.static_range(2):
-            of_keys = dss.index(2 * buffer + w).permute((1, 0))
-            dq = warpgroup_mma(of_keys, matrix(ks.index(w)), dq, use_acc=w > 0, is_async=True)
+            k = matrix(ks.index(w)).permute((1, 0))
+            dq = warpgroup_mma(k, dss.index(2 * buffer + w), dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         mbarrier.arrive(ds_free.index(buffer), count=1)
         mbarrier.wait(dq_empty.index(i % PIECES), ((i // PIECES) & 1) ^ 1)
-        matrix(dqs.index(i % PIECES)).store(dq)
+        dqs.index(i % PIECES).store(as_registers(dq))
         fence_async_shared()
         barrier()
         mbarrier.arrive(dq_full.index(i % PIECES), count=1)
@@ -184,7 +212,7 @@ def _multiply_for_queries(
 
 
 @gluon.jit
-def _probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries, keys, hidden, ROWS: gl.constexpr):
+def probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries, keys, hidden, ROWS: gl.constexpr):
     """Of a block of queries, [keys, queries]; with a softcap what the scores are of it, too."""
     start_p, end_p, table, of_queries = mask
     if softcap is not None:
@@ -192,7 +220,7 @@ def _probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries
     factor = (scale if softcap is None else softcap) * LOG2E
     p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
     if hidden:
-        row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
+        row = anew(j) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
         at = of_mask.to(gl.int64) * queries + row
         start = gl.load(start_p + at, mask=row < queries, other=0)
         end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
@@ -221,6 +249,8 @@ def _differentiate(
     sum_k = gl.zeros((HALF, D), gl.float32, of_sums)
     sum_v = gl.zeros((HALF, D), gl.float32, of_sums)
     mbarrier.wait(k_full, 0)
+    k = matrix(ks.index(W)).load(factor_layout(ROWS))
+    v = matrix(vs.index(W)).load(factor_layout(ROWS))
     j = last - 1
     g = 0
     for step in range(group * (last - first)):
@@ -229,12 +259,11 @@ def _differentiate(
         phase = (step // STAGES) & 1
         buffer = step % 2
         mbarrier.wait(q_full.index(s), phase)
-        k, v = matrix(ks.index(anew(W))), matrix(vs.index(anew(W)))
         x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(d_out_full.index(s), phase)
         y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-        x, p = _probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries, keys, hidden, ROWS)
+        x, p = probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries, keys, hidden, ROWS)
         factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
         sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
@@ -257,15 +286,14 @@ def _differentiate(
         if g == group:
             g = 0
             j -= 1
-    k, v = matrix(ks.index(W)), matrix(vs.index(W))
     # Where none sees a key, what isn't a number is in no sum.
     sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
-    v.store(sum_v.to(grad_v.dtype))
+    matrix(vs.index(W)).store(sum_v.to(grad_v.dtype))
     fence_async_shared()
     barrier()
     copy_out(grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
     mbarrier.wait(k_free, 0)
-    k.store(sum_k.to(grad_k.dtype))
+    matrix(ks.index(W)).store(sum_k.to(grad_k.dtype))
     fence_async_shared()
     barrier()
     copy_out(grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
@@ -279,8 +307,8 @@ def fused_gradient(
     D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`; `table` is that of key tiles, `of_queries` that of query tiles, which are the
-    blocks of ROWS queries.  `sums` [B * Hq, Tq, D] float32 begins as anything, `counters` [TICKETS + B * Hq * blocks]
-    as 0.  A program has a tile.
+    blocks of ROWS queries.  `sums` [B * Hq * blocks * SUM_ROWS, 256] float32 begins as anything, `counters` [TICKETS +
+    B * Hq * blocks] as 0.  A program has a tile.
     """
     of_q = new_ring(q, STAGES, 2)
     of_d_out = new_ring(d_out, STAGES, 2)
@@ -315,6 +343,8 @@ def fused_gradient(
     sizes = queries, keys, heads, group, tiles, blocks, own
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
+    WHOLE: gl.constexpr = 1
     gl.warp_specialize(
         [
             (
@@ -326,10 +356,11 @@ def fused_gradient(
                 (rings, of_ds, k_free, grad_k, grad_v, mask, scale, softcap, sizes, n, SECOND, D, ROWS, STAGES),
             ),
             (_multiply_for_queries, (of_ds, of_dq, ks, k_full, k_free, mask, sizes, n, D, ROWS, PIECES)),
-            (_copy, (rings, q, d_out, k, v, of_rows, mask, sizes, n, D, ROWS, STAGES)),
-            (_write, (of_dq, sums, counters, mask, sizes, n, FIRST, ROWS, PIECES)),
-            (_write, (of_dq, sums, counters, mask, sizes, n, SECOND, ROWS, PIECES)),
+            (copy_blocks, (rings, q, d_out, k, v, of_rows, mask, sizes, n, D, ROWS, STAGES)),
+            (write_sums, (of_dq, sums, counters, mask, sizes, n, FIRST, WRITERS, PIECES, WHOLE)),
+            (write_sums, (of_dq, sums, counters, mask, sizes, n, SECOND, WRITERS, PIECES, WHOLE)),
+            (write_sums, (of_dq, sums, counters, mask, sizes, n, THIRD, WRITERS, PIECES, WHOLE)),
         ],
-        [4, 4, 1, 1, 1],
-        [REGISTERS, SOME_REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+        [4, 4, 1, 1, 1, 1],
+        [REGISTERS, SOME_REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
     )

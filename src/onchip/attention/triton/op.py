@@ -28,6 +28,7 @@ class KernelCall(NamedTuple):
     start: Tensor  # [B or 1, Tq] int32, contiguous, like end
     end: Tensor
     stop: Tensor | None  # [B or 1, Tk] int32
+    whole: bool  # as `masks.is_whole` says of the mask
     scale: float
     problem: AttentionProblem
     options: AttentionOptions
@@ -57,6 +58,7 @@ class KernelKept(NamedTuple):
     stops: Tensor | None
     out: Tensor
     lse: Tensor
+    whole: bool
     scale: float
     problem: AttentionProblem
     options: AttentionOptions
@@ -140,8 +142,8 @@ def _save(call: KernelCall, made: KernelOutputs) -> KernelKept:
     given = call.q, call.k, call.v, call.q if call.sinks is None else call.sinks
     return KernelKept(
         call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.table,
-        None if call.stop is None else made.stops, made.out, made.lse, call.scale, call.problem, call.options,
-        tuple(x.dtype for x in given),
+        None if call.stop is None else made.stops, made.out, made.lse, call.whole, call.scale, call.problem,
+        call.options, tuple(x.dtype for x in given),
     )  # fmt: skip
 
 
@@ -179,7 +181,8 @@ def _is_fused(kept: KernelKept, wanted: Wanted) -> bool:
     """Whether one kernel makes the gradients of q, k and v."""
     bound, sequences = kept.options.scratch_bytes, kept.start.shape[0]
     stop = kept.stop is not None
-    suits = problem.is_fused(kept.problem, sequences, bound, wanted, stop=stop, sinks=wanted[3])
+    how = {"stop": stop, "sinks": wanted[3], "whole": kept.whole}
+    suits = problem.is_fused(kept.problem, sequences, bound, wanted, **how)
     return suits and has_gluon(describe(kept.q.device).capability)
 
 
@@ -195,7 +198,7 @@ def _in_one_walk(
     assert of_k is not None
     assert of_v is not None
     table = _key_table(p, mask)
-    sums = stated.empty((p.batch * p.heads, p.queries, p.size), torch.float32, q.device)
+    sums = stated.empty(problem.sums_of(p), torch.float32, q.device)
     counters = stated.zeros((problem.counters_of(p),), torch.int32, q.device)
     fused_launches.gradients(
         p, q, d_out, k, v, mask, scale, softcap, of_rows, table, sums, counters, of_k, of_v

@@ -1,5 +1,6 @@
 """Which calls the kernels can serve, and the memory that they take.  No framework."""
 
+import math
 from collections.abc import Sequence
 
 from onchip.attention.problem import AttentionProblem
@@ -11,10 +12,12 @@ FEW_ROWS = 32
 LARGEST_HEAD = 128
 # Of q and k, in kernels for Hopper whose values have at most LARGEST_HEAD; and of all, in others for it.
 LARGEST_WIDE_HEAD, LARGEST_HOPPER_HEAD = 192, 256
-# Of all, in the kernel for Hopper that makes all gradients.
-LARGEST_FUSED_HEAD = 64
-# Numbers before that kernel's counters.
+# Of all, in the kernels for Hopper that make all gradients: with any ranges, and where queries see most of the keys.
+LARGEST_FUSED_HEAD, LARGEST_PAIRED_HEAD = 64, 128
+# Numbers before those kernels' counters.
 TICKETS = 4
+# Rows of their sums for a block of queries and 64 of its numbers, and numbers of a row.
+SUM_ROWS, SUM_COLUMNS = 16, 256
 # Offsets have 32 bits, and a grid's second dimension counts the heads of all sequences.
 _MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
 
@@ -85,20 +88,39 @@ def refusal(
 
 
 def is_fused(
-    p: AttentionProblem, sequences: int, scratch_bytes: int | None, wanted: Sequence[bool], *, stop: bool, sinks: bool
+    p: AttentionProblem,
+    sequences: int,
+    scratch_bytes: int | None,
+    wanted: Sequence[bool],
+    *,
+    stop: bool,
+    sinks: bool,
+    whole: bool,
 ) -> bool:
     """Whether on Hopper one kernel makes the gradients of q, k and v, rather than two: if all three are wanted, heads
-    are small, the mask has no `stop`, and a bound leaves room for its sums.
+    are small enough for the mask, it has no `stop`, and a bound leaves room for its sums.  `whole`: `masks.is_whole`.
     """
-    if stop or max(p.size, p.value_size) > LARGEST_FUSED_HEAD or not all(wanted[:3]):
+    # With larger heads one kernel is faster where tiles walk far, and slower under a window.
+    largest = LARGEST_PAIRED_HEAD if whole else LARGEST_FUSED_HEAD
+    if stop or max(p.size, p.value_size) > largest or not all(wanted[:3]):
         return False
     need = sum(memory_parts(p, sequences, backward=True, sinks=sinks, fused=True).values())
     return scratch_bytes is None or need <= scratch_bytes
 
 
+def sum_parts(p: AttentionProblem) -> int:
+    """Parts of 64 numbers in which such a kernel sums the gradient of a query."""
+    return 1 if max(p.size, p.value_size) <= LARGEST_FUSED_HEAD else 2
+
+
 def counters_of(p: AttentionProblem) -> int:
-    """How many numbers that kernel counts with: of each head one for each block of queries, and what is before them."""
-    return TICKETS + p.batch * p.heads * entries_of(p.queries)
+    """How many numbers it counts with: of each head one for each part of a block of queries, and those before."""
+    return TICKETS + p.batch * p.heads * entries_of(p.queries) * sum_parts(p)
+
+
+def sums_of(p: AttentionProblem) -> tuple[int, int]:
+    """The shape of its sums: whole blocks, and whole parts."""
+    return p.batch * p.heads * entries_of(p.queries) * sum_parts(p) * SUM_ROWS, SUM_COLUMNS
 
 
 def memory_parts(
@@ -118,7 +140,7 @@ def memory_parts(
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
         parts["ranges of queries"] = 16 * sequences * tiles_of(p.keys, key_tile(p))
     if backward and fused:
-        parts["sums of queries' gradients"] = 4 * planes * p.queries * p.size
+        parts["sums of queries' gradients"] = 4 * math.prod(sums_of(p))
         parts["counters"] = 4 * counters_of(p)
     if backward and sinks:
         parts["the sinks' gradient by rows"] = 4 * planes * (padded(p.queries) // FEW_ROWS)

@@ -54,24 +54,28 @@ def gradient_rows(
         tl.store(of_sinks + (h * batch + b) * tiles + t, -tl.sum(p * delta, 0))
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "heads", "own", "grad_batch", "grad_head", "grad_row"])
+@triton.jit(do_not_specialize=["queries", "keys", "heads", "own", "blocks", "grad_batch", "grad_head", "grad_row"])
 def rounded_sums(
-    sums, start, end, grad_q, scale, queries, keys, heads, own, grad_batch, grad_head, grad_row,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    sums, start, end, grad_q, scale, queries, keys, heads, own, blocks, grad_batch, grad_head, grad_row,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of a plane the sums times the scale, and 0 where a query sees nothing, whose sums nobody may have
-    written.  Strides are counted in 8 numbers, as above.
+    """Of a block of 64 queries and 64 of their PARTS * 64 numbers the sums times the scale, and 0 where a query sees
+    nothing, whose sums nobody may have written.  `sums` [B * Hq, blocks, PARTS, 64 * 64] lie as a group of warps has
+    them as a product's result, [numbers, queries]: four numbers of each thread, then the next four.  Strides are
+    counted in 8 numbers, as above.
     """
-    t, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t, part, plane = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1).to(tl.int64)
     b, h = plane // heads, plane % heads
-    row = t * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    row = t * 64 + tl.arange(0, 64)
+    column = part * 64 + tl.arange(0, 64)
     inside = row < queries
     at = b * own * queries + row
     first = tl.maximum(tl.load(start + at, mask=inside, other=0), 0)
     last = tl.minimum(tl.load(end + at, mask=inside, other=0), keys)
     there = inside[:, None] & (column < SIZE)[None, :]
-    at = (plane * queries + row)[:, None] * SIZE + column[None, :]
-    x = tl.load(sums + at, mask=there & (first < last)[:, None], other=0)
+    x = tl.load(sums + ((plane * blocks + t) * PARTS + part) * 4096 + tl.arange(0, 4096))
+    # Query 8 c + 2 q + e and number 16 w + 8 n + g: warp w's thread 4 g + q has it in register 4 c + 2 n + e.
+    x = x.reshape([8, 4, 8, 4, 2, 2]).permute([0, 3, 5, 1, 4, 2]).reshape([64, 64])
+    x = tl.where((first < last)[:, None], x, 0)
     into = b * (8 * grad_batch) + h * (8 * grad_head) + row.to(tl.int64)[:, None] * (8 * grad_row) + column[None, :]
     tl.store(grad_q + into, (x * scale).to(grad_q.dtype.element_ty), mask=there)

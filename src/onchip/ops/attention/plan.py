@@ -50,15 +50,16 @@ def _refusal(asked: PlannedCall) -> str | None:
 
 
 def _kernels(asked: PlannedCall) -> Way:
-    """The kernels' memory, which follows from the sizes; with small heads on Hopper a budget decides which make the
-    gradients.
+    """The kernels' memory, which follows from the sizes; on Hopper a budget decides which make the gradients.  With
+    heads of 65 to 128 numbers that of others than full and causal masks may be less.
     """
     p, gradients = _problem(asked), asked.gradients
     parts = partial(memory_parts, p, 1, backward=gradients, sinks=False)
     least, may_fuse = sum(parts().values()), gradients and hopper_refusal(asked) is None
 
     def of_budget(budget: int | None) -> dict[str, int]:
-        return parts(fused=may_fuse and is_fused(p, 1, budget, (True, True, True), stop=False, sinks=False))
+        how = {"stop": False, "sinks": False, "whole": True}
+        return parts(fused=may_fuse and is_fused(p, 1, budget, (True, True, True), **how))
 
     return _of_parts(of_budget, least, TILE)
 

@@ -18,6 +18,7 @@ from onchip.attention.masks import (
     Mask,
     check_mask,
     check_mask_values,
+    is_whole,
     mask_arrays,
     sees_blocks,
     with_arrays,
@@ -118,7 +119,7 @@ def attention(
         return_lse: also return each query's log-sum-exp, which is differentiable.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, or a text like
             "1GiB" or "300 MiB".  The memory of the kernels follows from the sizes, and they refuse a bound below it;
-            with heads of up to 64 numbers a bound below what the fastest gradients take chooses others (see Memory).
+            with heads of up to 128 numbers a bound below what the fastest gradients take chooses others (see Memory).
             Default for "plain": 256 MiB, or what 16 queries need.
         check_inputs: check the mask's numbers on the GPU too, which waits for the device.  On the CPU they are always
             checked.
@@ -144,9 +145,10 @@ def attention(
     Memory: q, k, v (or copies, where they are cast or copied), out, the mask's ranges and 4 * B * Tq * Hq bytes are
     kept for backward.  "triton" also needs Tq / 2 bytes for each row of the mask and, in backward, 8 * B * Tq * Hq
     bytes; tensors whose strides aren't multiples of 16 bytes, which TMA can't read, are copied first.  On Hopper, with
-    D and Dv up to 64, backward takes 4 * B * Tq * Hq * (D + 1 / 64) bytes more, unless scratch_bytes has no room for
-    them, the mask has a `stop` (as `Tree`), or q, k and v don't all want gradients.  For "plain", `scratch_parts` of
-    `onchip.attention.problem` is the formula.
+    D and Dv up to 64 (with masks of `Full` and `Causal` alone, up to 128), backward takes 4 * B * Hq * (64 + 1 / 64)
+    bytes more for each query (from 65 on twice that; queries count in whole blocks of 64), unless scratch_bytes has no
+    room for them, the mask has a `stop` (as `Tree`), or q, k and v don't all want gradients.  For "plain",
+    `scratch_parts` of `onchip.attention.problem` is the formula.
 
     Example:
         >>> import torch
@@ -230,7 +232,7 @@ def _by_kernels(
             start, end, stop = stated.call(partial(_lowered, with_arrays(mask, repeat(...)), p), q, *tensors)
     cast = [x if x.dtype == dtype else stated.call(_cast, x, dtype) for x in given]
     call = kernels.KernelCall(
-        q, k, v, sinks, cast[0], cast[1], cast[2], start, end, stop, scale, p, options, grads
+        q, k, v, sinks, cast[0], cast[1], cast[2], start, end, stop, is_whole(mask), scale, p, options, grads
     )  # fmt: skip
     made = kernels.ATTENTION(call)
     return made.out, made.lse
