@@ -1,15 +1,18 @@
 """Compiles kernels for a GPU that isn't there, as calls would launch them on it."""
 
+import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -51,6 +54,8 @@ class Compiled:
     registers: int
     stack: int
     """Bytes of a thread's stack: what registers don't hold is spilled there."""
+    said: str
+    """What ptxas said; nothing of a kernel that was compiled before."""
 
     @property
     def spilled(self) -> int:
@@ -92,15 +97,19 @@ def kinds(runs, device=launched.H100):
     """By what the compiler is asked for, the first launch that asks, of recorded calls as on this device."""
     found = {}
 
-    def launch(_, launch):
-        source = source_of(launch)
-        kind = source.signature, source.constants, source.attrs, launch.options
-        # Without the names of classes.
-        key = launch.kernel.__name__, *(re.sub(r"JITFunction\([\w.]+:|\b[A-Z]\w+\(", "(", str(x)) for x in kind)
-        found.setdefault(key, launch)
+    class Launches(launched.Recorder):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return launched.collective(args) if func.namespace == "c10d" else func(*args, **(kwargs or {}))
+
+        def launch(self, launch):
+            source = source_of(launch)
+            kind = source.signature, source.constants, source.attrs, launch.options
+            # Without the names of classes.
+            key = launch.kernel.__name__, *(re.sub(r"JITFunction\([\w.]+:|\b[A-Z]\w+\(", "(", str(x)) for x in kind)
+            found.setdefault(key, launch)
 
     with (
-        mock.patch.object(launched.Recorder, "launch", launch),
+        mock.patch.object(launched, "Recorder", Launches),
         mock.patch.object(launched, "TIMES", 1),
         mock.patch.dict(launched.ANSWERS, {launches.describe: lambda _: device}),
     ):
@@ -112,7 +121,9 @@ def kinds(runs, device=launched.H100):
 def compiled(launch, capability):
     """The launch's kernel, for GPUs of a compute capability."""
     target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(source_of(launch), target=target, options=launch.options)
+    with redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        kernel = triton.compile(source_of(launch), target=target, options=launch.options)
     unused = unused_barriers(kernel.asm["ttgir"])
     assert not unused, f"{launch.kernel.__name__} makes barriers that it doesn't use: {unused}"
     registers, stack = _resources(kernel.asm["cubin"])
@@ -120,7 +131,8 @@ def compiled(launch, capability):
     constants = {p.name: x if p.is_constexpr else x is not None for p, x in given.items()}
     for x in given.values():
         constants |= {name: part is not None for name, part in getattr(x, "_asdict", dict)().items()}
-    return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], kernel.metadata.shared, registers, stack)
+    shared = kernel.metadata.shared
+    return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], shared, registers, stack, said.getvalue())
 
 
 def _resources(cubin):
@@ -149,12 +161,16 @@ def unused_barriers(ttgir):
     return found
 
 
-def is_serialized(ptx):
+def is_serialized(k):
     """Whether ptxas waits for each step of a product before the next, because it can't tell what uses the result."""
+    return "serialized" in (k.said or _said_of(k.ptx))
+
+
+def _said_of(ptx):
     tool = get_ptxas(90).path
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
         file.write(ptx)
         file.flush()
         made = [tool, "-arch=sm_90a", file.name, "-o", "/dev/null"]
         said = subprocess.run(made, capture_output=True, text=True, check=True)
-    return "serialized" in said.stdout + said.stderr
+    return said.stdout + said.stderr

@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             self.lines.append(f"{func} {self._all((*_tensors(args),))}")
-            return _collective(args)
+            return collective(args)
         made = func(*args, **kwargs)
         if _is_view(func):
             return made
@@ -156,7 +156,7 @@ def _is_view(func):
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
-def _collective(args):
+def collective(args):
     """As if done: what was to be written, and work that is waited for."""
     from torch._C._distributed_c10d import FakeWork, Work
 
@@ -195,7 +195,7 @@ def _asking(number):
 def on_h100(recorder, *, spills=False):
     """Tensors without memory are the GPU's, and what is launched goes to the recorder: in a process of its own."""
     autocast = torch.is_autocast_enabled
-    asking = _asking(sum(name.startswith("onchip.") for name in [*sys.modules]))
+    asking = _asking(len(sys.modules))
     patches = [mock.patch.object(module, question.__name__, ANSWERS[question]) for module, question in asking]
     patches += [
         mock.patch.object(Launch, "run", lambda launch: recorder.launch(launch)),

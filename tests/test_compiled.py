@@ -143,10 +143,10 @@ FOR_OTHERS = {
 }
 # By GPU, of which calls: the products, whose tiles differ.
 OTHERS = {
-    "A100": (A100, ["attention of 128, stop and sinks", "linear_jsd", "grouped_matmul"]),
+    "A100": (A100, ["attention of 128, stop and sinks", "grouped_matmul"]),
     "GeForce": (AMPERE, ["linear_cross_entropy, everything"]),
-    "Ada": (ADA, ["grouped_matmul, added"]),
-    "B200": (Device(100, 148, 232448), ["attention of 128"]),
+    "Ada": (ADA, []),
+    "B200": (Device(100, 148, 232448), ["linear_jsd"]),
 }
 ON_MORE = [(*x, name) for x in OTHERS.items() for name in FOR_OTHERS if name not in x[1][1]]
 
@@ -239,7 +239,7 @@ def problems(launch, device):
             yield "no tensor cores"
         if ("cp.async.bulk.tensor" in k.ptx) != (hopper and k.constants.get("TMA", True)):
             yield "TMA"
-        if launch.kernel.is_gluon() and is_serialized(k.ptx):
+        if launch.kernel.is_gluon() and is_serialized(k):
             yield "each step of a product waits for the one before"
     if k.kernel.endswith("_by_tiles") and not k.constants["stop"] and "cp.async.c" not in k.ptx:
         yield "it waits for each block"
@@ -320,16 +320,17 @@ def of_calls():
 
 @cache
 def quick():
-    """By op, a few of these launches, in which each kernel has each of its arguments, and each of its flags on and off,
-    if any launch has; of attention, whose kernels take the longest, each kernel's first.
+    """By op, a few of these launches, in which each kernel has each of its arguments, and each of its flags on and,
+    unless it is a product, off, if any launch has; of attention, whose kernels take the longest, each kernel's first.
     """
     left, made = {}, {op: [] for op in CASES}
     for op, launches in of_calls().items():
         for launch in launches:
-            flags = {p.name for p in launch.kernel.params if p.is_constexpr}
+            name = launch.kernel.__name__
+            flags = set() if name in PRODUCTS else {p.name for p in launch.kernel.params if p.is_constexpr}
             turned = {} if op == "attention" else switches(launch)
-            turned = {(name, on) for name, on in turned.items() if on or name in flags} | {""}
-            left.setdefault(launch.kernel.__name__, []).append((op, launch, turned))
+            turned = {(x, on) for x, on in turned.items() if on or x in flags} | {""}
+            left.setdefault(name, []).append((op, launch, turned))
     for launches in left.values():
         wanted = set().union(*(turned for *_, turned in launches))
         while wanted:

@@ -290,20 +290,23 @@ def a_frozen_weight_and_no_gradients():
     assert_same(jax.jit(jax.grad(linear_cross_entropy))(*given), jax.jit(jax.grad(linear_cross_entropy))(h, w, y))
 
 
-@check
-def inside_of_shard_map_where_all_tokens_count():
+def inside_of_shard_map_where_all_tokens_count(topk):
     """Without targets that are ids, the number of tokens is the same on all devices, but what is computed isn't."""
     h, w, y = map(jnp.asarray, arrays(batch=4, sequence=2))
     q, few, mesh = jax.nn.softmax(h @ w.T), to_topk(y), mesh_of("dp")
     known = TopK(few.indices, jnp.log(few.values), "log_probs", "tail")
+    labels, teacher = (few, known) if topk else (q, 2 * h)
+    of_teacher = (lambda x: {"teacher_topk": x}) if topk else lambda x: {"teacher_hidden": x, "teacher_weight": 2 * w}
     for op, more in (
-        (lambda h, w, q: linear_cross_entropy(h, w, q, reduction="none"), q),
-        (lambda h, w, topk: linear_cross_entropy(h, w, topk, reduction="none"), few),
-        (lambda h, w, x: linear_jsd(h, w, x, 2 * w, reduction="none"), 2 * h),
-        (lambda h, w, topk: linear_jsd(h, w, teacher_topk=topk, reduction="none"), known),
+        (lambda h, w, labels: linear_cross_entropy(h, w, labels, reduction="none"), labels),
+        (lambda h, w, x: linear_jsd(h, w, **of_teacher(x), reduction="none"), teacher),
     ):
         mapped = jax.shard_map(op, mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P("dp"))
         assert_same(*(gradients(lambda *x, f=f: f(*x).sum())(h, w, more) for f in (mapped, op)))
+
+
+CHECKS["where all tokens count, in shard_map"] = partial(inside_of_shard_map_where_all_tokens_count, topk=False)
+SLOW["where all tokens count, of a top-k"] = partial(inside_of_shard_map_where_all_tokens_count, topk=True)
 
 
 def routed(h, w, y):

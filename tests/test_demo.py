@@ -377,7 +377,7 @@ def test_wrong_options_raise_before_any_work(option, value, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("framework", "other"), [("torch", "jax"), pytest.param("jax", "torch", marks=pytest.mark.slow)]
+    ("framework", "other"), [("jax", "torch"), pytest.param("torch", "jax", marks=pytest.mark.slow)]
 )
 def test_one_framework_does_not_load_the_other(framework, other):
     code = f"import sys, onchip.demo.run, onchip.demo.{framework}_train; assert {other!r} not in sys.modules"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 NUMBERS = (0, 1, -3, 2**31, 2**40, 2**70, True, 0.0, -0.0, 0.3, float("nan"), float("inf"), 1e-40, 1e39)
-LEFT, RIGHT = ((), (4, 1), (2, 4)), ((), (1, 4), (2, 4), (4,))
+LEFT, RIGHT = ((), (4, 1)), ((), (4, 1), (1, 4), (4,))
 DTYPES = ("int1", "int32", "int64", "uint32", "float16", "float32", "bfloat16", "pointer")
 
 

@@ -86,8 +86,8 @@ MORE = {
 }  # fmt: skip
 
 
-@each(MORE, slow=("dense, vh", "topk, hv", "groups, gnk", "fp8 of no rows", "attention, capped",
-                  "attention, heads of 40", "attention, stops"))  # fmt: skip
+@each(MORE, slow=("ids, hv", "dense, hv", "dense, vh", "topk, hv", "groups, gnk", "fp8", "fp8 of no rows",
+                  "attention, capped", "attention, heads of 40", "attention, stops"))  # fmt: skip
 def test_more_calls(name):
     call, options, kernels = MORE[name]
     check(call(**options, backend="mosaic_gpu"), kernels)
@@ -140,7 +140,7 @@ SHARDED = {
 }
 
 
-@each(SHARDED, slow=("a model's linear_cross_entropy", "log_probs", "linear_jsd in chunks",
+@each(SHARDED, slow=("a model's linear_cross_entropy", "log_probs", "linear_jsd", "linear_jsd in chunks",
                      "grouped_matmul of many groups", "fp8_linear", "attention"))  # fmt: skip
 def test_inside_of_shard_map_the_kernels_are_the_same(name):
     """Whether JAX tracks what varies over the mesh or not; each device has its own rows."""

@@ -68,30 +68,18 @@ CASES = {
     "log-probs": (linear_log_probs, HEAD | {"ids": ids(V, 3)} | per_token("temperature"), ["mesh"],
                   {"softcap": 3.0, "token_axes": (None, "data")} | EVERY),
     "jsd of a mixture": (linear_jsd, MODELS, ["axis"], HARD | SUM | {"beta": 0.3}),
-    "jsd with gradients of the teacher": (
-        linear_jsd, MODELS, ["mesh"],
-        {"beta": 0.0, "teacher_grad": True, "temperature_squared": True, "temperature": 2.0},
-    ),
     "jsd of a top-k teacher with a tail": (
-        linear_jsd, known("log_probs", "tail"), ["mesh", "axis"], HARD | SUM | {"beta": 0.3}
-    ),
-    "jsd of a renormalised top-k teacher": (
-        linear_jsd, known("logits", "renormalised"), ["mesh", "axis"], HARD | SUM | {"beta": 1.0}
+        linear_jsd, known("log_probs", "tail"), ["mesh"], HARD | SUM | {"beta": 0.3}
     ),
     "soft labels of every entry": (
         linear_cross_entropy, HEAD | DENSE | OF_TOKENS, ["axis"], ALL | EACH | {"devices": (1, 4)}
     ),
-    "soft labels of some ids": (linear_cross_entropy, HEAD | {"target": some()} | OF_TOKENS, ["axis"], ALL | EACH),
-    "soft labels, shifted": (linear_cross_entropy, HEAD | DENSE | OF_TOKENS, ["mesh"], WITH_STATS | {"shift": True}),
     "soft labels of some ids on a mesh": (
         linear_cross_entropy, HEAD | {"target": some("probs")} | OF_TOKENS, ["mesh"], WITH_STATS
     ),
     "logits": (cross_entropy, LOGITS | TARGET | OF_TOKENS, ["axis"], ALL | EACH),
     "logits and soft labels": (
         cross_entropy, LOGITS | DENSE | OF_TOKENS, ["axis"], ALL | SUM | {"return_stats": False}
-    ),
-    "logits and soft labels of some ids": (
-        cross_entropy, LOGITS | {"target": some("probs")}, ["axis"], ALL | EACH | {"devices": (1, 4)}
     ),
     "log-probs of logits": (log_probs, LOGITS | {"ids": ids(V, 3)}, ["axis"], EVERY),
     "jsd of logits": (
@@ -100,6 +88,18 @@ CASES = {
     ),
 }  # fmt: skip
 SLOW_CASES = {
+    "jsd with gradients of the teacher": (
+        linear_jsd, MODELS, ["mesh"],
+        {"beta": 0.0, "teacher_grad": True, "temperature_squared": True, "temperature": 2.0},
+    ),
+    "jsd of a renormalised top-k teacher": (
+        linear_jsd, known("logits", "renormalised"), ["mesh", "axis"], HARD | SUM | {"beta": 1.0}
+    ),
+    "soft labels of some ids": (linear_cross_entropy, HEAD | {"target": some()} | OF_TOKENS, ["axis"], ALL | EACH),
+    "soft labels, shifted": (linear_cross_entropy, HEAD | DENSE | OF_TOKENS, ["mesh"], WITH_STATS | {"shift": True}),
+    "logits and soft labels of some ids": (
+        cross_entropy, LOGITS | {"target": some("probs")}, ["axis"], ALL | EACH | {"devices": (1, 4)}
+    ),
     "log-probs along an axis": (linear_log_probs, HEAD | {"ids": ids(V, 3)}, ["axis"], EVERY),
     "jsd of a truncated top-k teacher": (
         linear_jsd, known("log_probs", "truncated"), ["mesh", "axis"], HARD | SUM | {"beta": 0.0}

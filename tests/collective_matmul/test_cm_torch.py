@@ -395,7 +395,7 @@ def run(tmp_path, ranks, checks):
 
 
 def test_three_processes(tmp_path):
-    run(tmp_path, 3, CHECKS + IN_FP8)
+    run(tmp_path, 3, CHECKS + IN_FP8[:1])
 
 
 @pytest.mark.slow
