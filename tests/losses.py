@@ -217,15 +217,15 @@ def _planned(**way):
     torch_prepared.forget()
 
 
-def mixed_plan(**more):
+def mixed_plan(kept=128, **more):
     """Some tokens' exponentials are kept in the weight's gradient, some in scratch, and some are recomputed.
 
     Backward is to run in this context too: it makes the plan anew.
     """
 
     def plan(problem, *_):
-        in_gradient = min(128, triton_memory.capacity(problem))
-        return triton_memory.TritonPlan(problem.tokens, 512, 256, in_gradient, 128, **more)
+        in_gradient = min(kept, triton_memory.capacity(problem))
+        return triton_memory.TritonPlan(problem.tokens, 512, 256, in_gradient, kept, **more)
 
     return _planned(side_effect=plan)
 

@@ -61,7 +61,11 @@ def test_the_page_of_data_parallelism_runs_on_four_devices():
     page = (GUIDES / "data_parallel_jax.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     code = "\n".join([*blocks, "assert jax.device_count() == 4"])
-    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    environment = os.environ | devices | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    environment = (
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

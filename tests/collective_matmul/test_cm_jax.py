@@ -27,7 +27,7 @@ def test_four_devices(more):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     command = [sys.executable, __file__, *(["more"] if more else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
