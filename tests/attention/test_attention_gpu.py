@@ -217,6 +217,7 @@ def test_where_two_kernels_make_gradients(hopper):
         with mock.patch.object(op, "_in_one_walk", wraps=op._in_one_walk) as one:
             for mask in (Full() & Causal(), Causal().lower(1, 300, 300, q), *(others if size == 64 else ())):
                 one.reset_mock()
+                torch_prepared.forget()  # else what an equal call does is repeated
                 step(q, k, v, mask)
                 assert one.called
 

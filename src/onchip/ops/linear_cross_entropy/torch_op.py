@@ -357,7 +357,7 @@ def linear_cross_entropy(
     else:
         operator = plain_op.STASHED if call.require_memory() == "stash" else plain_op.RECOMPUTED
 
-    def result(made: Any) -> Tensor | WithStats:
+    def result(made: Any) -> Any:
         return returned(made.out, options, given.kind, length)
 
     varies = shift or shards.there or isinstance(scratch_bytes, float)
