@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import fake_cuda
-import new_lengths
 import onchip
 import packed_launches
 import repeated_calls
@@ -38,11 +37,6 @@ def test_prepared_launches_are_those_of_triton():
     said = [line.split() for line in fake_cuda.run(packed_launches.__file__, *packed_launches.OPS).splitlines()]
     assert [op for op, _ in said] == [*packed_launches.OPS]
     assert all(int(compared) > 1 for _, compared in said)
-
-
-@fake_cuda.possible
-def test_checks_of_all_lengths_are_made_once():
-    assert fake_cuda.run(new_lengths.__file__).splitlines() == [*new_lengths.CALLS, "sizes"]
 
 
 @pytest.mark.gpu

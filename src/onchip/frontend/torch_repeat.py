@@ -5,15 +5,10 @@ on the options, on the shapes, strides, dtypes and alignments of tensors, and on
 their numbers (if they do, no call is prepared).  So the first call of a kind just runs, the second states what it does
 (torch_prepared.py), and later ones do what was stated and attach autograd's node to the results.  Attaching it runs
 hooks for saved tensors, so it happens in each call.
-
-Checks and choices that are the same for any number of tokens are made once for all of them: a function says so by
-`checked`.
 """
 
 import math
-import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, wraps
 from operator import itemgetter
@@ -38,23 +33,16 @@ from onchip.frontend.torch_register import Made, Operator, Saving, inside_operat
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Kernels may refuse more.
-MOST_TOKENS = 1 << 30
-
 # What else an argument may be, told apart by its value and its type: 1, 1.0 and True are different options.
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
-def repeatable(function: F, tokens: Callable[[Sequence[Tensor], Mapping[str, Any]], slice] | None = None) -> F:
+def repeatable(function: F) -> F:
     """A decorator: repeat calls of a kind, for a public function that depends on its arguments alone.
-
-    `tokens` are the dimensions of tokens of the first tensor, and of any others that have the same sizes there, given
-    the tensors and the keyword arguments; None: `leading`.
 
     A `normalizer` that is a number becomes a tensor first, as in `check_normalizer`, since each call may have another.
     """
     known = Known()  # a _Known, or the reason why there is none
-    likewise = Known()  # a _Checked, by all but the number of tokens
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,8 +61,6 @@ def repeatable(function: F, tokens: Callable[[Sequence[Tensor], Mapping[str, Any
                 return found.run(given)
         elif found is None:
             known.remember(kind)
-            dims = (tokens or leading)(given, kwargs)
-            return _first(lambda: function(*args, **kwargs), given, likewise, kind, dims)
         elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be done unseen
             made, found = _prepare(function, args, kwargs, given, shared=is_shared(kind))
             known.remember(kind, found)
@@ -82,83 +68,6 @@ def repeatable(function: F, tokens: Callable[[Sequence[Tensor], Mapping[str, Any
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-Run = Callable[[Made], Any]
-"""Makes a function's result from tensors."""
-
-
-class _Checked(NamedTuple):
-    """What a function's checks found, for calls that differ in the number of tokens."""
-
-    run: Run
-    places: Sequence[int | None]
-    """Where the tensors that it takes are among the function's."""
-    shapes: Sequence[torch.Size | None]
-    """Of those of the function's tensors that have no dimension of tokens, though one may be as large."""
-
-
-class _Thread(threading.local):
-    """What a thread's function says by `checked`, if it is asked."""
-
-    told: list[tuple[Run, Made, Made]] | None = None
-
-
-_THREAD = _Thread()
-
-
-def is_asked() -> bool:
-    """Whether `checked` is of use in this call."""
-    return not torch.compiler.is_compiling() and _THREAD.told is not None
-
-
-def checked(run: Run, tensors: Made, fixed: Made) -> None:
-    """State that a repeatable function returns `run(tensors)`, and would return `run` of other tensors that differ in
-    nothing but the number of tokens; the shapes of `fixed` tensors are the same then.  `run` holds no tensor.
-    """
-    assert _THREAD.told is not None
-    _THREAD.told.append((run, tensors, fixed))
-
-
-def leading(given: Sequence[Tensor], options: Mapping[str, Any]) -> slice:
-    """The dimensions of tokens: all but the last of the first tensor."""
-    return slice(0, given[0].ndim - 1)
-
-
-def _first(call: Callable[[], Any], given: Sequence[Tensor], known: Known, kind: Any, dims: slice) -> Any:
-    """The result of the first call with these sizes."""
-    key = _of_any_length(given, kind, dims)
-    found = None if key is None else known.get(key)
-    if found is not None and all(
-        shape is None or shape == x.shape for shape, x in zip(found.shapes, given, strict=True)
-    ):
-        return found.run([None if i is None else given[i] for i in found.places])
-    before, told = _THREAD.told, list[tuple[Run, Made, Made]]()
-    _THREAD.told = None if key is None else told
-    try:
-        made = call()
-    finally:
-        _THREAD.told = before
-    if len(told) == 1:
-        ((run, tensors, fixed),) = told
-        shapes = [x.shape if _is_in(x, fixed) else None for x in given]
-        with suppress(LookupError):  # a tensor was made of the function's
-            known.remember(key, _Checked(run, [_place(x, given) for x in tensors], shapes))
-    return made
-
-
-def _of_any_length(given: Sequence[Tensor], kind: Any, dims: slice) -> Hashable:
-    """A call's kind without the first tensor's sizes in `dims`, its tokens; None where these may matter."""
-    sizes = given[0].shape[dims]
-    if not 2 <= sizes.numel() < MOST_TOKENS or is_shared(kind):
-        return None
-    made: list[Hashable] = [len(sizes)]
-    for i, x in enumerate(given):
-        dtype, shape, strides, *rest = kind[-1][5 * i : 5 * i + 5]
-        if shape[dims] == sizes:
-            shape, strides = (*shape[: dims.start], None, *shape[dims.stop :]), x.is_contiguous() or strides
-        made.append((dtype, shape, strides, *rest))
-    return (*kind[:-1], *made, kind[-1][5 * len(given) :])
 
 
 def _normalizer(number: float, args: Sequence[Any], kwargs: dict[str, Any]) -> float | Tensor:

@@ -3,10 +3,10 @@
 It checks its inputs, lowers the mask and calls the operator of `onchip.attention.torch`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_tensor
@@ -32,18 +32,12 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, one_dtype, require_tensors, torch_refusal
 from onchip.frontend.torch_register import needed
-from onchip.frontend.torch_repeat import checked, is_asked, repeatable
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 
 # Best first: "auto" asks them in this order.
 BACKENDS = ("triton", "plain")
 _CAUSAL = Causal()
-
-
-def _tokens(given: Sequence[Tensor], options: Mapping[str, Any]) -> slice:
-    """The dimension of tokens, of q first."""
-    first = given[0].ndim - 3 + (options.get("layout") == "bhtd")
-    return slice(first, first + 1)
 
 
 @overload
@@ -78,7 +72,7 @@ def attention(
     check_inputs: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
-@partial(repeatable, tokens=_tokens)
+@repeatable
 def attention(
     q: Tensor,  # [B, Tq, Hq, D]
     k: Tensor,  # [B, Tk, Hk, D]
@@ -179,25 +173,14 @@ def attention(
         check_mask_values(mask)
     if chosen == "plain":
         rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=backward, softcap=softcap is not None)
-    compute = _by_kernels if chosen == "triton" else _by_products
-
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, p: AttentionProblem) -> Any:
-        given = [x if x.ndim == 4 else x[None] for x in (q, k, v)]
-        out, lse = compute(given, mask, sinks, scale_used, dtype, p, options, grads)
-        if q.ndim == 3:
-            out, lse = out[0], lse[0]
-        return (out, lse) if return_lse else out
-
-    if chosen == "triton" and scratch_bytes is None and is_asked():
-        like = with_arrays(mask, repeat(...))
-
-        def run_likewise(tensors: Sequence[Any]) -> Any:
-            q, k, v, sinks, *of_mask = tensors
-            p = check_shapes(layout, {"q": q.shape, "k": k.shape, "v": v.shape})
-            return run(q, k, v, sinks, with_arrays(like, iter(of_mask)), p)
-
-        checked(run_likewise, [q, k, v, sinks, *mask_arrays(mask)], ())
-    return run(q, k, v, sinks, mask, p)  # type: ignore[no-any-return]
+    whole = [x if x.ndim == 4 else x[None] for x in (q, k, v)]
+    if chosen == "triton":
+        out, lse = _by_kernels(whole, mask, sinks, scale_used, dtype, p, options, grads)
+    else:
+        out, lse = _by_products(whole, mask, sinks, scale_used, dtype, p, options, grads)
+    if q.ndim == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
 
 
 def _by_products(

@@ -20,9 +20,8 @@ from onchip.frontend.torch_inputs import (
     one_dtype,
     require_tensors,
 )
-from onchip.frontend.torch_packing import packing_of
 from onchip.frontend.torch_register import Operator, inside_operator, needed
-from onchip.frontend.torch_repeat import checked, is_asked, repeatable
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import (
     OP,
@@ -171,19 +170,6 @@ def grouped_matmul(
         x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,
         which, check_inputs, grads,
     )  # fmt: skip
-    if chosen == "triton" and precision == "full" and is_asked():
-        packing = packing_of(GroupedCall)
-        no_tensors: dict[str, Any] = dict.fromkeys(packing.tensors)
-        names, like = packing.tensors, call._replace(**no_tensors)
-
-        def run(tensors: Any) -> Tensor:
-            found: dict[str, Any] = dict(zip(names, tensors, strict=True))
-            sizes = {name: x.shape for name, x in found.items() if x is not None}
-            made: Any = kernels.GROUPED(like._replace(**found, problem=check_shapes(options, sizes)))
-            out: Tensor = made.of_call.out
-            return out
-
-        checked(run, packing.tensors_of(call), (weight, groups, bias))
     operator: Operator[GroupedCall, Any] = kernels.GROUPED if chosen == "triton" else loop.GROUPED
     # `operator(call)`, with one function less on the stack.
     if operator.is_plain(call):

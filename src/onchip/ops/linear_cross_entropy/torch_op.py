@@ -43,7 +43,7 @@ from onchip.frontend.torch_labels import check_label_tensors, is_soft
 from onchip.frontend.torch_module import LossModule, typed_as
 from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Sharding, Shards, localized
 from onchip.frontend.torch_register import Operator, inside_operator, needed
-from onchip.frontend.torch_repeat import checked, is_asked, repeatable
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, Target, WithStats
 from onchip.ops.linear_cross_entropy import (
     OP,
@@ -356,20 +356,14 @@ def linear_cross_entropy(
         operator = triton_op.KERNELS
     else:
         operator = plain_op.STASHED if call.require_memory() == "stash" else plain_op.RECOMPUTED
-
-    def result(made: Any) -> Any:
-        return returned(made.out, options, given.kind, length)
-
-    varies = shift or shards.there or isinstance(scratch_bytes, float)
-    if operator is triton_op.KERNELS and not varies and is_asked():
-        alike, of_call = setup.of_any_length(call)
-        checked(lambda tensors: result(triton_op.KERNELS(alike(tensors))), of_call, (matrix, bias, class_weight))
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
         with inside_operator(hidden), operator.coming(arguments):
             made: Any = operator.forward(arguments)
-        return result(operator.attach(arguments, made))
-    return result(operator.registered(arguments))
+        out = operator.attach(arguments, made).out
+    else:
+        out = operator.registered(arguments).out
+    return returned(out, options, given.kind, length)
 
 
 def _check_options(options: LinearCrossEntropyOptions, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:

@@ -22,7 +22,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShardedLogits, OfShards, Sharding, localized
 from onchip.frontend.torch_register import needed
-from onchip.frontend.torch_repeat import checked, is_asked, repeatable
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import (
     LOGITS_OP,
@@ -253,9 +253,6 @@ def linear_log_probs(
         kernels=shards.there and chosen == "triton",
     )
     if chosen == "triton" and (shards.rows > 0 or not shards.there):  # kernels have nothing to do in an empty shard
-        if not (shift or shards.there or isinstance(scratch_bytes, float)) and is_asked():
-            alike, of_call = setup.of_any_length(call)
-            checked(lambda tensors: returned(options, KERNELS(alike(tensors)).out), of_call, (weight, bias))
         return returned(options, KERNELS(call).out)
     strategy = "recompute" if any(call.grads) else "forward"
     memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
