@@ -22,7 +22,7 @@ _OF_HIDDEN = 0.5, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 6.0
 _OF_TOKENS = 0.34, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0
 
 
-class _Thread(threading.local):
+class _Rehearsal(threading.local):
     """A thread's rehearsal."""
 
     coming: Callable[[], None] | None = None
@@ -30,7 +30,7 @@ class _Thread(threading.local):
     gathered: list[Any] | None = None
 
 
-_thread = _Thread()
+_thread = _Rehearsal()
 
 
 class Coming:

@@ -10,9 +10,9 @@ import math
 import mmap
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from torch import Tensor
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
-from onchip.frontend.torch_packing import packing_of
-from onchip.frontend.torch_register import Made, Wanted
+from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 from onchip.vocab.memory import Problem
 from onchip.vocab.rows.launches import flat as flat
@@ -39,7 +38,6 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 
 # Seconds of a cold start in which plans are made for other numbers of tokens.
 PLANNING = 0.05
-C = TypeVar("C", bound=LinearCall)
 
 
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,22 +61,6 @@ def problem_of(layer: Layer) -> Any:
     if made is None:
         made = vars(layer)["made_problem"] = layer.problem("cuda")
     return made
-
-
-def of_any_length(call: C) -> tuple[Callable[[Made], C], Made]:
-    """A function that makes the same call of other tensors, with another number of tokens; and the call's tensors."""
-    kind: Any = type(call)
-    packing, problem = packing_of(kind), problem_of(call)
-    names = packing.tensors
-    rest = {f.name: getattr(call, f.name) for f in fields(call) if f.name not in names}
-
-    def make(tensors: Made) -> C:
-        made: C = object.__new__(kind)
-        vars(made).update(rest, **dict(zip(names, tensors, strict=True)))
-        vars(made)["made_problem"] = problem.with_tokens(made.number, problem.copied)
-        return made
-
-    return make, packing.tensors_of(call)
 
 
 def plan(call: LinearCall) -> TritonPlan:
