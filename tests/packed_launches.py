@@ -45,6 +45,7 @@ def calls(op):
 
 OPS = ("linear_cross_entropy", "linear_jsd", "cross_entropy", "fp8_linear", "grouped_matmul", "attention")
 WHOLE = ("cross_entropy", "fp8_linear")  # kernels with bodies, which take shared memory
+SLOW = ("fp8_linear", "linear_jsd")
 OTHER = 0x7F12_3456_7890  # an address
 
 

@@ -111,6 +111,11 @@ def is_of_another_kind(name):
     return any(part in name for part in ("hidden=1024", "softcap", "smoothing", "entropy=", "ids="))
 
 
+def is_no_divergence_at_an_end(name):
+    """With a beta of 0 or 1, which has fewer kernels."""
+    return not name.startswith("two_heads") or "beta=0.0" not in name and "beta=1.0" not in name
+
+
 # --------------------------------------------------------------------------------------------------- what is launched
 
 
@@ -186,7 +191,7 @@ def check_all_lengths(call, number):
     assert sum(len(x) for x in found.values()) <= MOST, sorted(kind[0] for kind in found)
 
 
-@pytest.mark.parametrize("name", HEADS | OTHERS)
+@pytest.mark.parametrize("name", every(HEADS | OTHERS, quick=is_no_divergence_at_an_end))
 def test_few_kernels_for_all_lengths(name):
     check_all_lengths(CALLS[name], 2)
 
@@ -205,7 +210,7 @@ def test_the_first_launch_knows_all_kernels(name):
     assert len(known) <= MOST
 
 
-@pytest.mark.parametrize("name", every(OTHERS, MORE_OTHERS))
+@pytest.mark.parametrize("name", every(OTHERS, MORE_OTHERS, quick=is_no_divergence_at_an_end))
 def test_no_kernels_after_the_second_call(name):
     """Of lengths that differ by no more than a factor of 3."""
     for least in (100, 3000, 30_000):

@@ -41,8 +41,18 @@ def pairs(them):
     return pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in named.items()])
 
 
-@pairs(itertools.product(LOSSES, VALUES))
+# Each with one of two ways through an op that have its kinds of options.
+BY_TURNS = [((loss, check), (i + j) % 2) for i, loss in enumerate(LOSSES) for j, check in enumerate(VALUES)]
+
+
+@pairs([x for x, other in BY_TURNS if not other])
 def test_values(check):
+    check()
+
+
+@pytest.mark.slow
+@pairs([x for x, other in BY_TURNS if other])
+def test_more_values(check):
     check()
 
 
@@ -99,8 +109,14 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("loss", list(losses(few=True)), ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "loss"),
+    [
+        pytest.param(size, loss, marks=[pytest.mark.slow] * ((i + j) % 2), id=f"{loss}-{size}")
+        for i, loss in enumerate(losses(few=True))
+        for j, size in enumerate(SIZES)
+    ],
+)
 def test_sizes(size, loss):
     options = {"reduction": loss.options.get("reduction", "mean")}
     loss.assert_case(loss.case("size", *size, options=options))

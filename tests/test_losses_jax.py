@@ -149,8 +149,7 @@ def test_many_chunks(op, dtype, how):
     [
         (linear_cross_entropy, None),
         (cross_entropy, None),
-        pytest.param(linear_log_probs, 1, marks=pytest.mark.slow),
-        (linear_log_probs, 3),
+        *(pytest.param(linear_log_probs, x, marks=pytest.mark.slow) for x in (1, 3)),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
