@@ -113,7 +113,7 @@ def is_of_another_kind(name):
 
 def is_no_divergence_at_an_end(name):
     """With a beta of 0 or 1, which has fewer kernels."""
-    return not name.startswith("two_heads") or "beta=0.0" not in name and "beta=1.0" not in name
+    return not name.startswith("two_heads") or not ("beta=0.0" in name or "beta=1.0" in name)
 
 
 # --------------------------------------------------------------------------------------------------- what is launched
