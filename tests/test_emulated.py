@@ -146,7 +146,7 @@ def assert_same_bytes(made, expected):
 def test_grouped_products(case, monkeypatch):
     """With groups of more than a tile and less, none, and rows past the last one."""
     options = {"activation": "swiglu", "gate_up": "interleaved" if case == "interleaved" else "concatenated"}
-    sizes = GroupedCase("", (130, 0, 17, 3), 256, 136, tail=5, bias=True, options=options if "l" in case else {})
+    sizes = GroupedCase("", (130, 0, 17, 3), 128, 136, tail=5, bias=True, options=options if "l" in case else {})
     if case == "rows":  # copied
         monkeypatch.setattr(launches, "copying_rows_pays", lambda n, activation: True)
         sizes = replace(sizes, source_rows=90)
