@@ -146,7 +146,7 @@ OTHERS = {
     "A100": (A100, ["attention of 128, stop and sinks", "grouped_matmul"]),
     "GeForce": (AMPERE, ["linear_cross_entropy, everything"]),
     "Ada": (ADA, []),
-    "B200": (Device(100, 148, 232448), ["linear_jsd"]),
+    "B200": (Device(100, 148, 232448), ["attention of 128"]),
 }
 ON_MORE = [(*x, name) for x in OTHERS.items() for name in FOR_OTHERS if name not in x[1][1]]
 
@@ -237,7 +237,7 @@ def problems(launch, device):
     if k.kernel in PRODUCTS and not floats:
         if device.capability <= 90 and ("wgmma.mma_async" if hopper else "mma.sync") not in k.ptx:
             yield "no tensor cores"
-        if ("cp.async.bulk.tensor" in k.ptx) != (hopper and k.constants.get("TMA", True)):
+        if ("cp.async.bulk.tensor" in k.ptx) != k.constants.get("TMA", hopper):
             yield "TMA"
         if launch.kernel.is_gluon() and is_serialized(k):
             yield "each step of a product waits for the one before"

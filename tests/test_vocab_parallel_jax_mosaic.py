@@ -166,10 +166,10 @@ def jsd_of_heads(way, rest=None, **options):
 
 CHECKS |= {
     "linear_jsd that keeps gradients": partial(jsd_of_heads, JsdMosaicPlan("kept", 4), beta=0.3),
-    "linear_jsd of a tail": partial(jsd_of_heads, JsdMosaicPlan("kept", 4), "tail", beta=0.3),
 }
 AGAIN, TURNED = JsdMosaicPlan("again", 4, 128), {"weight_layout": "hv"}
 SLOW |= {
+    "linear_jsd of a tail": partial(jsd_of_heads, JsdMosaicPlan("kept", 4), "tail", beta=0.3),
     "linear_jsd of sums": partial(jsd_of_heads, JsdMosaicPlan("summed", 4), beta=0.0),
     "linear_jsd of a tail, again": partial(jsd_of_heads, AGAIN, "tail", beta=0.0, **TURNED),
     "linear_jsd of a truncated teacher": partial(jsd_of_heads, JsdMosaicPlan("summed", 4), "truncated", beta=1.0),

@@ -140,7 +140,7 @@ def test_softmax(vocab_major, weighed):
     assert (values[s.n :] == 0).all()
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "gradient"])
+@pytest.mark.parametrize("kernel", [pytest.param("softmax", marks=pytest.mark.slow), "gradient"])
 def test_soft_labels(kernel):
     """With weights of classes, from the second token of the labels on; tokens and entries are no whole tiles."""
     s, config = Small(vocab_major=True, vocab=448), MosaicConfig(tile_m=128, tile_n=256, stages=2, staging_slots=1)
@@ -452,7 +452,7 @@ def test_the_gradient_with_an_entropy():
     assert (got[n:] == 0).all()
 
 
-@pytest.mark.parametrize(("hidden", "vocab_major"), [(192, True), (64, False)], ids=["192-VH", "64-HV"])
+@pytest.mark.parametrize(("hidden", "vocab_major"), [(192, True), pytest.param(64, False, marks=pytest.mark.slow)], ids=["192-VH", "64-HV"])
 def test_targets(vocab_major, hidden):
     """Labels with one token, with two, with one more than are summed at a time, and with many."""
     rng = np.random.default_rng(3)
