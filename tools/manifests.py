@@ -25,7 +25,7 @@ TORCH = (
 )  # fmt: skip
 PARTS = (*TORCH, "kernels", "jax", "outputs")
 QUICK_OUTPUTS = ("linear_cross_entropy everything", "jsd", "grouped_matmul", "attention everything")
-QUICK_JAX = ("linear_cross_entropy mosaic_gpu plain", "grouped_matmul mosaic_gpu plain gnk")
+QUICK_JAX = ("linear_cross_entropy mosaic_gpu plain",)
 
 
 def made_with(part: str) -> dict[str, str]:

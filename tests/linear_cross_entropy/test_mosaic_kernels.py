@@ -452,7 +452,9 @@ def test_the_gradient_with_an_entropy():
     assert (got[n:] == 0).all()
 
 
-@pytest.mark.parametrize(("hidden", "vocab_major"), [(192, True), pytest.param(64, False, marks=pytest.mark.slow)], ids=["192-VH", "64-HV"])
+@pytest.mark.parametrize(
+    ("hidden", "vocab_major"), [(192, True), pytest.param(64, False, marks=pytest.mark.slow)], ids=["192-VH", "64-HV"]
+)
 def test_targets(vocab_major, hidden):
     """Labels with one token, with two, with one more than are summed at a time, and with many."""
     rng = np.random.default_rng(3)

@@ -19,7 +19,7 @@ from onchip.vocab.mosaic.memory import MosaicPlan
 
 BY_NAME = {case.name: case for case in CASES}
 BOTH = pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "ids"])
-QUICK = ("dense, everything", "ids, everything, none")
+QUICK = ("ids, everything, none",)  # labels of every entry: test_vocab_parallel_jax_mosaic.py
 
 
 @pytest.mark.parametrize(
