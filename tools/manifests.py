@@ -51,7 +51,7 @@ def make(part: str, quick: bool) -> dict[str, list[str]]:
         import kernel_texts
 
         runs = [run for cases in launched_cases.CASES.values() for run in cases.values()]
-        return kernel_texts.kernels(runs[:: 96 if quick else 1])
+        return kernel_texts.kernels(runs[:: 192 if quick else 1])
     cases = launched_cases.CASES[part]
     return {name: run() for name, run in [*cases.items()][:: 6 if quick else 1]}
 
