@@ -237,7 +237,8 @@ def problems(launch, device):
     if k.kernel in PRODUCTS and not floats:
         if device.capability <= 90 and ("wgmma.mma_async" if hopper else "mma.sync") not in k.ptx:
             yield "no tensor cores"
-        if ("cp.async.bulk.tensor" in k.ptx) != k.constants.get("TMA", hopper):
+        copied = [on for name, on in k.constants.items() if name.startswith("TMA")]
+        if ("cp.async.bulk.tensor" in k.ptx) != (any(copied) if copied else hopper):
             yield "TMA"
         if launch.kernel.is_gluon() and is_serialized(k):
             yield "each step of a product waits for the one before"
