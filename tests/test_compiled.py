@@ -146,7 +146,7 @@ OTHERS = {
     "A100": (A100, ["attention of 128, stop and sinks", "grouped_matmul"]),
     "GeForce": (AMPERE, ["linear_cross_entropy, everything"]),
     "Ada": (ADA, []),
-    "B200": (Device(100, 148, 232448), ["attention of 128"]),
+    "B200": (Device(100, 148, 232448), ["attention of 128", "linear_jsd"]),
 }
 ON_MORE = [(*x, name) for x in OTHERS.items() for name in FOR_OTHERS if name not in x[1][1]]
 

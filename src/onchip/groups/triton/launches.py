@@ -100,7 +100,7 @@ def _product_cut(
     groups, n, k = sizes
     of_bytes = of_x, of_x, of_out, of_out
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
-    c = product_config(device.shared, of_x, short=short)
+    c = product_config(device.product_bytes, of_x, short=short)
     half = c.columns // 2
     parts = c.parts * max(1, of_out // max(2, of_x))
     if gated == 2 and parts > 1:  # two results are staged at once
@@ -286,7 +286,7 @@ def _gradient_cut(
     """The cut of `weight_gradient`, as `_product_cut`."""
     of_a, of_out = (dtype.itemsize for dtype in dtypes)
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
-    c = gradient_config(device.shared, of_a)
+    c = gradient_config(device.product_bytes, of_a)
     parts = c.parts * max(1, of_out // of_a)
     arguments = {
         "a_stride": strides[0][0],
@@ -392,7 +392,7 @@ def scaled_weight_gradient(
     tma = device.capability >= 90
     groups, rows, columns = out.shape
     tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
-    c = gradient_config(device.shared, 1)
+    c = gradient_config(device.product_bytes, 1)
     parts = c.parts * out.element_size() // 2
     arguments = {
         "a": descriptor(a.data, a.data.stride(0), c.rows, c.depth) if tma else a.data,

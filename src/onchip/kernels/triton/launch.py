@@ -350,6 +350,13 @@ class Device(NamedTuple):
     programs: int  # multiprocessors
     shared: int  # bytes of shared memory that a block may use
 
+    @property
+    def product_bytes(self) -> int:
+        """Of these, what the blocks and the staged result of a product may take as on Hopper: for Blackwell, Triton 3.6
+        stages up to 32 KiB more.
+        """
+        return self.shared - (32 << 10) * (self.capability >= 100)
+
 
 def describe(device: torch.device) -> Device:
     """Describe a GPU; the CPU, under the interpreter, counts as a small Hopper."""

@@ -439,19 +439,20 @@ def make_run(
         weight = product_weight(layer.weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if layer.bias is None else stated.converted(layer.bias, lambda x: x.to(dtype).float())
-    capability, programs, shared = describe(weight.device)
+    device = describe(weight.device)
     hidden = weight.shape[1]
-    tiles = _tiles(hidden, shared, tiling.heuristic_tiles)
+    tiles = _tiles(hidden, device.product_bytes, tiling.heuristic_tiles)
     rows_at = hidden, max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
     unpacked = records.Vectors.unpack(vectors, tokens)
-    tma = capability >= 90 and aligned_rows
-    gluon = tma and has_gluon(capability)
+    tma = device.capability >= 90 and aligned_rows
+    gluon = tma and has_gluon(device.capability)
     return records.Run(
-        weight, dtype, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight, gluon=gluon
-    )
+        weight, dtype, bias, tokens, options, unpacked, tiles, device.programs, tma=tma, class_weight=class_weight,
+        gluon=gluon,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
