@@ -88,6 +88,7 @@ def differ(folder):
         world.every(rank)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(tmp_path, capfd):
     before = signal.getsignal(signal.SIGINT)
     start = time.monotonic()

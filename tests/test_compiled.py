@@ -321,23 +321,16 @@ def of_calls():
 
 @cache
 def quick():
-    """By op, a few of these launches, in which each kernel has each of its arguments, and each of its flags on and,
-    unless it is a product, off, if any launch has; of attention, whose kernels take the longest, each kernel's first.
+    """By op, of each kernel the launch that has most of its arguments and flags on, which takes most registers; of
+    attention, whose kernels take the longest, the first.
     """
-    left, made = {}, {op: [] for op in CASES}
+    found, made = {}, {op: [] for op in CASES}
     for op, launches in of_calls().items():
         for launch in launches:
-            name = launch.kernel.__name__
-            flags = set() if name in PRODUCTS else {p.name for p in launch.kernel.params if p.is_constexpr}
-            turned = {} if op == "attention" else switches(launch)
-            turned = {(x, on) for x, on in turned.items() if on or x in flags} | {""}
-            left.setdefault(name, []).append((op, launch, turned))
-    for launches in left.values():
-        wanted = set().union(*(turned for *_, turned in launches))
-        while wanted:
-            op, launch, turned = max(launches, key=lambda x: len(wanted & x[2]))
-            wanted -= turned
-            made[op].append(launch)
+            found.setdefault(launch.kernel.__name__, []).append((op, launch))
+    for each in found.values():
+        op, launch = max(each, key=lambda x: 0 if x[0] == "attention" else sum(switches(x[1]).values()))
+        made[op].append(launch)
     return made
 
 

@@ -140,6 +140,7 @@ def test_every_implementation_is_the_same_causal_model():
     assert not torch.allclose(before[60:], after[60:])
 
 
+@pytest.mark.slow
 def test_both_frameworks_take_the_same_steps(tiny_runs):
     """Two optimizers of the same name may differ in much."""
     of_torch, of_jax = (tiny_runs(name)[0] for name in FRAMEWORKS)

@@ -19,6 +19,7 @@ def check(*arguments):
     assert done.returncode == 0, f"{REMEDY}\n{done.stdout[-8000:]}{done.stderr[-4000:]}"
 
 
+@pytest.mark.slow
 def test_a_part_of_all():
     check("--quick")
 

@@ -519,7 +519,9 @@ def test_gpus_that_nothing_was_measured_on_have_no_times(gpu, op):
     assert (made.baseline.ms, {(row.ms, row.plain_ms) for row in made.rows}) == (None, {(None, None)})
     assert made.baseline.memory_bytes == h100.baseline.memory_bytes
     of_gpu, of_h100 = (next((r for r in x.rows if r.name == "default"), x.rows[0]) for x in (made, h100))
-    assert (of_gpu.memory_parts, of_gpu.products) == (of_h100.memory_parts, of_h100.products)
+    of_hopper = {"sums of queries' gradients", "counters"} if op == "attention" else set()  # which others don't make
+    assert of_gpu.memory_parts == {k: x for k, x in of_h100.memory_parts.items() if k not in of_hopper}
+    assert of_gpu.products == of_h100.products
     said = " ".join((made.verdict, *made.notes))
     assert "none was measured" in said
     assert "redicted with" not in said

@@ -317,7 +317,7 @@ def accelerate_state():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel])
+@pytest.mark.parametrize("wrap", [pytest.param(compiled, marks=pytest.mark.slow), nn.DataParallel])
 def test_wrapped_before_the_patch(wrap):
     assert_unchanged(wrap(llama()))
 

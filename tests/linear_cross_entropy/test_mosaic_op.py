@@ -252,6 +252,7 @@ def test_the_first_chunk_has_tokens_in_the_memory_of_the_weight_gradient_too(cha
     assert mosaic_spec.plan(replace(p, **changes), "auto", eighth).first_chunk == 0
 
 
+@pytest.mark.slow
 def test_too_much_shared_memory(as_on_hopper, monkeypatch):
     large = {name: tile | {"stages": 7} for name, tile in mosaic_spec.heuristic_tiles().items()}
     monkeypatch.setattr(mosaic_spec, "heuristic_tiles", lambda *_: large)

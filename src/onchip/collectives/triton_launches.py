@@ -174,7 +174,7 @@ def _product(
 
 
 def _stages(device: Device) -> int:
-    return 4 if device.shared >= 227 * 1024 else 3 if device.shared >= 160 * 1024 else 2
+    return 4 if device.product_bytes >= 227 * 1024 else 3 if device.product_bytes >= 160 * 1024 else 2
 
 
 def suits(x: Tensor) -> bool:
