@@ -144,7 +144,7 @@ FOR_OTHERS = {
 # By GPU, of which calls: the products, whose tiles differ.
 OTHERS = {
     "A100": (A100, ["attention of 128, stop and sinks", "grouped_matmul"]),
-    "GeForce": (AMPERE, ["linear_cross_entropy, everything"]),
+    "GeForce": (AMPERE, ["linear_jsd"]),
     "Ada": (ADA, []),
     "B200": (Device(100, 148, 232448), ["attention of 128", "linear_jsd"]),
 }
