@@ -47,19 +47,22 @@ def launch_rows(
 
     both = kernel == "losses" and out is not None
     tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=both)
-    given = {"target": _flat_ids(target), "token_weight": flat(token_weight)}
-    if both and options.label_smoothing == 0 and class_weight is None and more["entropy"] is None:
-        of_rows = _of_rows(logits, out, token_temperature, options, None, tiles)
-        if _launch_once(of_rows | given | more):
-            return
+    given = {
+        "target": _flat_ids(target),
+        "token_weight": flat(token_weight),
+        **_of_rows(logits, out, token_temperature, options, class_weight, tiles),
+        **more,
+    }
+    plain = options.label_smoothing == 0 and class_weight is None
+    if both and plain and more["entropy"] is None and _launch_once(given):
+        return
     arguments = {
-        **given,
         "class_total": _total(class_weight),
         **dict.fromkeys(("target_logit", "top_out", "low_out", "uniform", "terms_out", "start", "whole")),
         "SMOOTHING": options.label_smoothing > 0,
-        **_of_rows(logits, out, token_temperature, options, class_weight, tiles),
+        **given,
     }
-    _launch(getattr(triton_rows, kernel), tiles, arguments | more)
+    _launch(getattr(triton_rows, kernel), tiles, arguments)
 
 
 def launch_soft(

@@ -194,10 +194,11 @@ class RowRings(NamedTuple):
 
 
 ONCE_WARPS = 16
-# Of tiles, those that shared memory holds, at most, and registers; in bytes a tile, and the rows that it is for.
+# By the bytes of a tile, how many shared memory holds; and how many registers may.
 _PLACES = {32 << 10: 7, 16 << 10: 14}
 _MOST_HELD = 4
-_LONG_TILES = range(7, 9)  # of 32 KiB: 1.19 ms for 8192 x 128256 in bfloat16 on an H200, with those of 16 KiB 1.28
+# Rows of so many tiles of 32 KiB have them: 1.19 ms for 8192 x 128256 in bfloat16 on an H200, with 16 KiB 1.28.
+_LONG_TILES = range(7, 9)
 _LEAST_ROW = 100_000  # bytes: shorter ones are faster in pieces
 
 
