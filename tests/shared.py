@@ -1,5 +1,6 @@
 """What the tests of several ops share."""
 
+import itertools
 import json
 import re
 from importlib.resources import files
@@ -42,6 +43,22 @@ def alternating(**values):
         rows = [(*row, choices[number // step % len(choices)]) for number, row in enumerate(rows)]
         together *= len(choices) if len(choices) < len(first) else 1
     return pytest.mark.parametrize((name, *(other for other, _ in others)), rows, ids=str)
+
+
+def pairs_once(names, rows, traits=lambda *row: row, ids=str):
+    """Parametrises with the rows; slow are those without which each pair of `traits(*row)` is still met."""
+    rows = list(rows)
+    rows = [tuple(row) if "," in names else (row,) for row in rows]
+    pairs = [set(itertools.combinations(enumerate(map(repr, traits(*row))), 2)) for row in rows]
+    kept, left = set(), set().union(*pairs)
+    while left:
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & left))
+        kept.add(best)
+        left -= pairs[best]
+    marks = [() if number in kept else pytest.mark.slow for number in range(len(rows))]
+    return pytest.mark.parametrize(
+        names, [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)], ids=ids
+    )
 
 
 def assert_within_bounds(checks):
