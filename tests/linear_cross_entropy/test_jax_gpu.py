@@ -33,7 +33,7 @@ MOSAIC_CASES = (
 
 
 @alternating(
-    case=[replace(c, hidden=128) for c in CHECK_CASES if c.vocab % 8 == 0 for _ in range(2)],
+    case=[replace(c, hidden=128) for c in CHECK_CASES if c.vocab % 8 == 0],
     strategy=["stash", "recompute"],
     dtype=HALF,
 )
@@ -41,12 +41,12 @@ def test_check_cases_of_mosaic(case, strategy, dtype):
     assert_right(case, dtype, device="gpu", strategy=strategy, backend="mosaic_gpu")
 
 
-@alternating(case=[c for c in MOSAIC_CASES for _ in range(2)], layout=LAYOUTS, dtype=HALF)
+@alternating(case=MOSAIC_CASES, layout=LAYOUTS, dtype=HALF)
 def test_mosaic(case, layout, dtype):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(softcap=[None, None, 5.0, 5.0], layout=LAYOUTS, dtype=HALF)
+@alternating(softcap=[None, 5.0], layout=LAYOUTS, dtype=HALF)
 def test_class_weights(softcap, layout, dtype):
     """Beside label smoothing and a z-loss, some of them 0, with a last tile of the vocabulary that isn't full."""
     options = {"label_smoothing": 0.1, "z_loss": 1e-3} | ({} if softcap is None else {"softcap": softcap})
@@ -54,7 +54,7 @@ def test_class_weights(softcap, layout, dtype):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(size=[0, 0, 384, 384], layout=LAYOUTS, dtype=HALF)
+@alternating(size=[384, 0], layout=LAYOUTS, dtype=HALF)
 def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
     """With a z-loss alone: in the memory of the weight's gradient and in scratch, or with gradients made in forward."""
     kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
@@ -64,7 +64,7 @@ def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(overflow=[0, 256, 768, 1024] * 2, halves=[False] * 4 + [True] * 4, layout=LAYOUTS, dtype=HALF)
+@alternating(overflow=[0, 256, 768, 1024], halves=[False, True], layout=LAYOUTS, dtype=HALF)
 def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
     """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient, or all in scratch."""
     some_again = {"halves": halves, "recompute_chunks": 2} if overflow < 768 else {}
@@ -74,12 +74,7 @@ def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
     assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(
-    options=[{"z_loss": 1e-3}, {"softcap": 5.0}, {"label_smoothing": 0.1}] * 2,
-    size=[0] * 3 + [384] * 3,
-    layout=LAYOUTS,
-    dtype=HALF,
-)
+@alternating(options=[{"softcap": 5.0}, {"label_smoothing": 0.1}], size=[0, 384], layout=LAYOUTS, dtype=HALF)
 def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
     """In the memory of the weight's gradient and in scratch; or a chunk of tokens, with gradients made in forward."""
     kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
@@ -89,13 +84,7 @@ def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(
-    options=[o for o in OPTIONS for _ in range(3)],
-    ignored=[0.0, 0.3, 0.8] * 3,
-    first=[256, 640],
-    layout=LAYOUTS,
-    dtype=HALF,
-)
+@alternating(options=OPTIONS, ignored=[0.8, 0.3, 0.0], first=[256, 640], layout=LAYOUTS, dtype=HALF)
 def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatch):
     """Of whose tokens the first 256 are kept in the memory of the weight's gradient."""
     plan = MosaicPlan(
@@ -106,7 +95,7 @@ def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatc
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(options=[o for o in OPTIONS for _ in range(3)], ignored=[0.0, 0.3, 0.9] * 3, first=[640, 768], dtype=HALF)
+@alternating(options=OPTIONS, ignored=[0.0, 0.3, 0.9], first=[640, 768], dtype=HALF)
 def test_exponentials_with_the_digits(first, options, ignored, dtype, monkeypatch):
     """Of a larger first chunk, whose hidden gradient is made of two tiles of tokens at a time."""
     in_digits = first - 512
@@ -120,7 +109,7 @@ def test_exponentials_with_the_digits(first, options, ignored, dtype, monkeypatc
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu")
 
 
-@alternating(size=[x for x in [(4096, 256), (2120, 320), (2112, 576)] for _ in range(2)], layout=LAYOUTS, dtype=HALF)
+@alternating(size=[(4096, 256), (2120, 320), (2112, 576)], layout=LAYOUTS, dtype=HALF)
 def test_another_upstream_gradient_than_1(size, layout, dtype, monkeypatch):
     """The weight's gradient that forward rounded is made anew of all digits; the last tiles aren't full."""
     vocab, hidden = size
@@ -144,20 +133,18 @@ def test_another_upstream_gradient_than_1(size, layout, dtype, monkeypatch):
             assert jnp.linalg.norm(x.astype(jnp.float32) - y) <= 3e-3 * jnp.linalg.norm(y)
 
 
-@alternating(layout=LAYOUTS, dtype=HALF)
-def test_a_vocabulary_split_over_the_devices_that_there_are(layout, dtype):
+def test_a_vocabulary_split_over_the_devices_that_there_are():
     """With padding; against plain JAX in float32."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     vocab = 4096 * jax.device_count()
     rng = np.random.default_rng(0)
-    hidden, weight = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((1000, 256), (vocab, 256)))
+    hidden, weight = (jnp.bfloat16(rng.standard_normal(shape)) for shape in ((1000, 256), (vocab, 256)))
     labels = jnp.asarray(rng.integers(vocab - 10, size=1000), jnp.int32).at[:300].set(-100)
 
     def split(hidden, weight):
-        w = weight if layout == "vh" else weight.T
         options = {"vocab_axis": "model", "mesh": mesh, "vocab_size": vocab - 10, "z_loss": 1e-3}
         return sharded_linear_cross_entropy(
-            hidden, w / 16, labels, weight_layout=layout, backend="mosaic_gpu", **options
+            hidden, weight.T / 16, labels, weight_layout="hv", backend="mosaic_gpu", **options
         )
 
     def whole(hidden, weight):
@@ -171,7 +158,7 @@ def test_a_vocabulary_split_over_the_devices_that_there_are(layout, dtype):
 
 
 @alternating(
-    name=[x for x in ["ragged", "everything", "masked vocab", "large logits", "all ignored"] for _ in range(2)],
+    name=["ragged", "everything", "masked vocab", "large logits", "all ignored"],
     strategy=["stash", "recompute"],
     dtype=["float32", "bfloat16", "float16"],
 )
@@ -197,7 +184,7 @@ SIZES = [
 ]
 
 
-@alternating(size=[x for x in SIZES for _ in range(2)], wanted=[(0, 1), (0,)], layout=LAYOUTS)
+@alternating(size=SIZES, wanted=[(0,), (0, 1), (0, 1)], layout=LAYOUTS)
 def test_memory_is_what_the_formula_says(size, wanted, layout):
     """And the same inputs give the same bits."""
     (tokens, hidden, budget), vocab = size, 32768
