@@ -29,39 +29,34 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF = DTYPES[1:]
 LOSSES = list(losses())
 MEANS = [loss for loss in LOSSES if loss.options.get("reduction") != "none"]
-every_loss = pytest.mark.parametrize("loss", LOSSES, ids=str)
 
 
-def on_the_gpu():
-    return [*losses("plain", "cuda"), *losses("triton", "cuda")]
+GPU = [list(losses(backend, "cuda")) for backend in ("plain", "triton")]
 
 
 def pairs(them):
-    named = {f"{check.__name__}-{loss}-{loss.backend}": partial(check, loss) for loss, check in them}
-    return pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in named.items()])
+    """A test of each loss and check, slow where another way through the op is enough."""
+    made = {f"{check.__name__}-{loss}-{loss.backend}": (partial(check, loss), enough) for (loss, check), enough in them}
+    return pytest.mark.parametrize(
+        "check", [pytest.param(x, id=name, marks=[pytest.mark.slow] * enough) for name, (x, enough) in made.items()]
+    )
 
 
 def by_turns(them, others):
     """Each loss with each of the others; and whether the next way through its op, if there is one, is enough."""
     them = list(them)
     for i, j in itertools.product(range(len(them)), range(len(others))):
-        yield (them[i], others[j]), (i + j) % 2 and sum(x.op is them[i].op for x in them) > 1
+        yield (them[i], others[j]), bool((i + j) % 2 and sum(x.op is them[i].op for x in them) > 1)
 
 
-@pairs([x for x, enough in by_turns(LOSSES, VALUES) if not enough])
+@pairs(by_turns(LOSSES, VALUES))
 def test_values(check):
-    check()
-
-
-@pytest.mark.slow
-@pairs([x for x, enough in by_turns(LOSSES, VALUES) if enough])
-def test_more_values(check):
     check()
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pairs(itertools.product(on_the_gpu(), (*VALUES, bad_ids)))
+@pairs(x for them in GPU for x in by_turns(them, (*VALUES, bad_ids)))
 def test_values_on_the_gpu(check):
     check()
 
@@ -69,34 +64,35 @@ def test_values_on_the_gpu(check):
 # --------------------------------------------------------------------------------------------------- the oracle's cases
 
 IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", "everything", "smoothed class weights")
-WAYS = {op: [loss for loss in MEANS if loss.op is op] for op in dict.fromkeys(loss.op for loss in MEANS)}
-# Each case with one way through an op; what is hard for 16 bits with all of them in bfloat16.
-CASES = [
-    pytest.param(loss, case, dtype, id=f"{case}-{loss}-{dtype}")
-    for ways in WAYS.values()
-    for i, case in enumerate(ways[0].own_cases())
-    for j, dtype in enumerate(DTYPES)
-    for loss in (ways if dtype == torch.bfloat16 else [ways[(i + j) % len(ways)]])
-    if case.vocab < 10_000 and (dtype == torch.float32 or case.name.removesuffix(", logits") in IN_16_BITS)
-]
 
 
-@pytest.mark.parametrize(("loss", "case", "dtype"), CASES)
+def cases(them, most=10**9):
+    """Each case with one way through an op; what is hard for 16 bits with all of them in bfloat16.
+
+    Triton's products are of 16 bits alone.
+    """
+    means = [loss for loss in them if loss.options.get("reduction") != "none"]
+    for op in dict.fromkeys(loss.op for loss in means):
+        ways = [loss for loss in means if loss.op is op]
+        narrow = ways[0].linear and ways[0].backend == "triton"
+        for i, case in enumerate(case for case in ways[0].own_cases() if case.vocab < most):
+            hard = case.name.removesuffix(", logits") in IN_16_BITS
+            for j, dtype in enumerate(HALF if narrow else DTYPES):
+                if hard or (j == i % 2 if narrow else dtype == torch.float32):
+                    for loss in ways if hard and dtype == torch.bfloat16 else [ways[(i + j) % len(ways)]]:
+                        yield pytest.param(loss, case, dtype, id=f"{case}-{loss}-{loss.backend}-{dtype}")
+
+
+@pytest.mark.parametrize(("loss", "case", "dtype"), list(cases(LOSSES, 10_000)))
 def test_cases(loss, case, dtype):
     loss.assert_case(case, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "loss", [x for x in on_the_gpu() if x.options.get("reduction") != "none"], ids=lambda x: f"{x}-{x.backend}"
-)
-def test_cases_on_the_gpu(loss, dtype):
-    """Triton has products of 16 bits alone."""
-    if dtype != torch.float32 or loss.backend == "plain" or not loss.linear:
-        for case in loss.own_cases():
-            loss.assert_case(case, dtype)
+@pytest.mark.parametrize(("loss", "case", "dtype"), [x for them in GPU for x in cases(them)])
+def test_cases_on_the_gpu(loss, case, dtype):
+    loss.assert_case(case, dtype)
 
 
 # Every size of the list at least once with every neighbour that two cores can afford: V one, ragged, just past a power
@@ -386,7 +382,7 @@ def test_each_position_predicts_the_next_label(loss):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize("loss", [x for x in on_the_gpu() if x.op is LCE.op], ids=lambda x: f"{x}-{x.backend}")
+@pytest.mark.parametrize("loss", [x for them in GPU for x in them if x.op is LCE.op], ids=lambda x: f"{x}-{x.backend}")
 def test_each_position_predicts_the_next_label_on_the_gpu(loss):
     each_position_predicts_the_next_label(loss)
 

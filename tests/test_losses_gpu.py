@@ -3,6 +3,7 @@
 test_losses.py has small problems, test_losses_memory.py the memory.
 """
 
+import itertools
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_
 from numbers_kept import assert_is_tanh, assert_rounds
 from onchip.oracle.torch import computed
 from onchip.torch import cross_entropy
-from shared import aside, capture, without_synchronisation
+from shared import aside, capture, pairs_once, without_synchronisation
 from tanh import triton_tanh
 
 pytestmark = pytest.mark.gpu
@@ -337,9 +338,7 @@ CASES = [
 KEPT = [way for way in MEANS if not way.in_forward]
 
 
-@pytest.mark.parametrize("way", KEPT, ids=str)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("fields", CASES, ids=str)
+@pairs_once("fields, dtype, way", itertools.product(CASES, HALF, KEPT))
 def test_plans(fields, dtype, way):
     fields = dict(fields)
     names = ("reduction", "z_loss", "logit_scale", "normalizer")
@@ -355,8 +354,11 @@ def test_memory_at_multiples_of_256_bytes(way):
 
 
 @pytest.mark.parametrize("way", LINEAR_KERNELS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
-@pytest.mark.parametrize("size", [(264, 3000), (259, 3000), (264, 2049)], ids=["descriptors", "pointers", "copied"])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [((264, 3000), {}), ((264, 3000), {"softcap": 5.0}), ((259, 3000), {}), ((264, 2049), {})],
+    ids=["descriptors", "descriptors, softcap", "pointers", "copied"],
+)
 def test_a_weight_whose_columns_lie_in_rows(size, options, way):
     if way.mixed and options:
         return
@@ -395,9 +397,7 @@ def rounding(dtype):
     return 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize("std", [0.02, 1.0, 30.0])
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairs_once("dtype, vocab, std", itertools.product(DTYPES, VOCABS, (0.02, 1.0, 30.0)))
 def test_every_row_against_float64(dtype, vocab, std):
     """The fused gradient, the one of an upstream gradient of 3, per token, and in place; more rows than programs."""
     op = partial(cross_entropy, backend="triton")
