@@ -133,10 +133,10 @@ def test_kernels(form, dtype, monkeypatch):
     monkeypatch.setattr(fp8_memory, "DEFAULT_CHUNK", 128)
     for vocab in (4096, 5003):
         given = soft_problem(form, 300, 256, vocab, ids=20, device="cuda", dtype=dtype)
-        for options in ({}, of_every_kind(300, vocab, "cuda")):
-            assert_near(given, options, backend="triton")
-            made, right = (soft_results(given, options, backend=b) for b in ("triton", "plain"))
-            assert_alike(made, right, 5e-3, 1.5e-2)
+        options = of_every_kind(300, vocab, "cuda") if (vocab == 5003) == (dtype == torch.bfloat16) else {}
+        assert_near(given, options, backend="triton")
+        made, right = (soft_results(given, options, backend=b) for b in ("triton", "plain"))
+        assert_alike(made, right, 5e-3, 1.5e-2)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from onchip.jax import jsd, linear_jsd
 from onchip.ops.linear_jsd import memory, mosaic_walk
 from onchip.ops.linear_jsd.checks import CHECKER, JsdCase
 from onchip.ops.linear_jsd.memory import Head, JsdMosaicPlan, JsdProblem
-from shared import assert_within_bounds
+from shared import alternating, assert_within_bounds, pairs_once
 
 pytestmark = pytest.mark.gpu
 CASE = JsdCase("kernels", 700, 512, 4104, teacher_hidden=640)
@@ -20,9 +21,8 @@ EVERYTHING = {"ignored": 0.3, "bias": True, "token_weight": True}
 EVERYTHING |= {"options": {"beta": 0.3, "temperature": 1.5, "temperature_squared": True, "hard_weight": 0.2}}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+@alternating(
+    changes=[
         {},
         EVERYTHING,
         {"options": {"beta": 0.0, "reduction": "none"}},
@@ -37,28 +37,24 @@ EVERYTHING |= {"options": {"beta": 0.3, "temperature": 1.5, "temperature_squared
         {"teacher": "truncated", "options": {"beta": 1.0}},
         {"teacher": "renormalised"},
     ],
-    ids=str,
+    layout=["hv", "vh"],
 )
-@pytest.mark.parametrize("layout", ["vh", "hv"])
 def test_heads(changes, layout):
     case = replace(CASE, **changes)
     assert_within_bounds(CHECKER.check_case(case, "bfloat16", "cuda", backend="mosaic_gpu", weight_layout=layout))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        EVERYTHING,
-        {"options": {"beta": 0.0}},
-        {"options": {"beta": 1.0}},
-        EVERYTHING | {"teacher": "tail"},
-        {"teacher": "truncated"},
-    ],
-    ids=str,
+OF_LOGITS = (
+    {},
+    EVERYTHING,
+    {"options": {"beta": 0.0}},
+    {"options": {"beta": 1.0}},
+    EVERYTHING | {"teacher": "tail"},
+    {"teacher": "truncated"},
 )
-@pytest.mark.parametrize("vocab", [136, 50264])
+
+
+@pairs_once("changes, dtype, vocab", product(OF_LOGITS, ["float32", "bfloat16", "float16"], [136, 50264]))
 def test_logits(changes, dtype, vocab):
     changes = {"teacher": "logits"} | changes | {"bias": False}
     case = replace(CASE, student="logits", tokens=61, vocab=vocab, **changes)
@@ -76,8 +72,8 @@ def way(request, monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("layout", ["vh", "hv"])
-def test_ways(layout, way):
+def test_ways(way):
+    layout = "hv" if way.way == "summed" else "vh"
     case = replace(CASE, **EVERYTHING)
     assert_within_bounds(CHECKER.check_case(case, "bfloat16", "cuda", backend="mosaic_gpu", weight_layout=layout))
 

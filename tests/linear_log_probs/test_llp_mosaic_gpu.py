@@ -10,16 +10,14 @@ from onchip.jax import linear_log_probs
 from onchip.ops.linear_log_probs.checks import CHECKER, LogProbsCase
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory
-from shared import assert_within_bounds
+from shared import alternating, assert_within_bounds
 
 pytestmark = pytest.mark.gpu
 CASE = LogProbsCase("kernels", 700, 512, 4104, zipf=True, ignored=0.3)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "layout", "changes"),
-    [
+@alternating(
+    call=[
         ("bfloat16", "vh", {}),
         ("float16", "hv", {"vocab": 4160, "options": {"softcap": 5.0}, "logit_std": 3.0}),
         ("bfloat16", "hv", {"vocab": 4160, "ids": 4, "ignored_ids": 0.2, "token_temperature": True}),
@@ -28,16 +26,16 @@ CASE = LogProbsCase("kernels", 700, 512, 4104, zipf=True, ignored=0.3)
         ("bfloat16", "vh", {"logit_std": 30.0}),
         ("bfloat16", "vh", {"ignored": 1.0}),
     ],
-    ids=str,
+    entropy=[False, True],
 )
-def test_values(dtype, layout, changes, entropy):
+def test_values(call, entropy):
+    dtype, layout, changes = call
     case = replace(CASE, **changes)
     of = {"backend": "mosaic_gpu", "weight_layout": layout, "entropy": entropy}
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", **of))
 
 
-@pytest.mark.parametrize("ids", [1, 4])
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("ids", "entropy"), [(1, False), (4, True)])
 def test_memory_is_what_the_formula_says(ids, entropy):
     """And the same inputs give the same bits."""
     tokens, hidden, vocab = 3999, 1024, 32768
