@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
+from shared import pairs_once
 from soft_labels import assert_right, class_weights, everything, oracle, problem, right_stats
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_shows")
 FORMS = ("probs", "log_probs", "dense")
 by_form = pytest.mark.parametrize("form", FORMS)
-by_op = pytest.mark.parametrize("loss", [LCE, CE], ids=["linear_cross_entropy", "cross_entropy"])
+OPS = LCE, CE
+by_op = pytest.mark.parametrize("loss", OPS, ids=["linear_cross_entropy", "cross_entropy"])
 
 
 @by_op
@@ -69,17 +72,15 @@ def test_statistics(loss, form, options):
 def test_values_on_the_gpu(loss, form, dtype):
     """The kernels for products take 16 bits alone."""
     loss = replace(loss, device="cuda")
-    for reduction in ("mean", "none"):
-        given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
-        for more in ({}, options, options | {"label_smoothing": 0.0}):
-            backend = "auto" if loss.linear and dtype == torch.float32 else "triton"
-            assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
+    given, options = problem(loss, form, dtype=dtype), everything("none", "cuda")
+    without = everything("mean", "cuda") | {"label_smoothing": 0.0}
+    for reduction, more in (("mean", {}), ("none", options), ("mean", without)):
+        backend = "auto" if loss.linear and dtype == torch.float32 else "triton"
+        assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
 
 
 @pytest.mark.gpu
-@by_op
-@by_form
-@pytest.mark.parametrize("vocab", [VOCAB, 20000])
+@pairs_once("loss, form, vocab", product(OPS, FORMS, [VOCAB, 20000]))
 def test_statistics_on_the_gpu(loss, form, vocab):
     loss = replace(loss, device="cuda")
     given = problem(loss, form, vocab=vocab, dtype=torch.bfloat16)
@@ -89,14 +90,14 @@ def test_statistics_on_the_gpu(loss, form, vocab):
 
 
 @pytest.mark.gpu
-@by_op
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("hidden", "vocab"), [(520, 8192), (515, 50257)])
-@pytest.mark.parametrize("form", ["dense", "probs"])
-def test_kernels_of_many_tiles(loss, form, hidden, vocab, dtype):
+@pairs_once(
+    "loss, form, size, dtype",
+    product(OPS, ["dense", "probs"], [(520, 8192), (515, 20011)], [torch.bfloat16, torch.float16]),
+)
+def test_kernels_of_many_tiles(loss, form, size, dtype):
     """Many tiles, aligned or not, of labels in float32; and the same from each of several calls, the later ones of
     which repeat what an earlier one launched.  And no more memory than the formula says."""
-    loss = replace(loss, device="cuda")
+    (hidden, vocab), loss = size, replace(loss, device="cuda")
     if not loss.linear and dtype == torch.float16:
         dtype = torch.float32  # a mean's gradients of 1e-7 are below float16's normal numbers
     given = loss.problem((4, 175), hidden, vocab, dtype=dtype)

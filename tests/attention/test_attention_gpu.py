@@ -63,7 +63,7 @@ def test_every_case(case):
 
 
 def ways():
-    """Each case in one dtype, so that pairs of a dtype and what else kernels are compiled for are met; slow, the other."""
+    """Each case in one dtype, so that a dtype meets all else that kernels are compiled for; slow, in the other."""
     for number, case in enumerate(KERNEL_CASES):
         largest = max(case.size, case.value_size)
         odd = (case.mask in STOPS) + ("softcap" in case.options) + sum(largest > x for x in (64, 128, 192))

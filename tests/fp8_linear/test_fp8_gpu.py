@@ -3,12 +3,13 @@
 import copy
 import math
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fp8_common import assert_equal, assert_right, assert_same, assert_same_bits, operands, quantize
-from fp8_drawn import BY_BLOCK, FORMATS, SCALES, awkward
+from fp8_drawn import BY_BLOCK, awkward
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.fp8 import numbers, torch_products
@@ -17,7 +18,7 @@ from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR, plain_refusals
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation, quantize_weight, weights_unchanged
-from shared import aside, capture, without_synchronisation
+from shared import aside, capture, pairs_once, without_synchronisation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unwritten_memory_shows")]
 MIB = 1 << 20
@@ -59,10 +60,15 @@ def step(x, w, grad, layer=fp8_linear, **options):
 # ---------------------------------------------------------------------------------------------------------- quantising
 
 
-@SCALES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@FORMATS
-@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264), (129, 257)], ids=str)
+@pairs_once(
+    "shape, fmt, dtype, scale",
+    product(
+        [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264), (129, 257)],
+        numbers.FP8_MAX,
+        [torch.float32, torch.bfloat16, torch.float16],
+        numbers.SCALES,
+    ),
+)
 def test_quantised_bits_are_pytorchs(shape, fmt, dtype, scale):
     """NaN, infinities, zeros, subnormals, 1e-30 and ties among them; on this device and on the CPU."""
     from onchip.fp8 import triton_launches
@@ -113,9 +119,10 @@ def test_cases(case, dtype, backend):
             assert_right(case, dtype, "cuda", backend=backend)
 
 
-@BY_BLOCK
-@pytest.mark.parametrize("size", [(1000, 1032, 2048), (4097, 515, 640), (64, 8192, 128), (8192, 130, 4096)], ids=str)
-@pytest.mark.parametrize("config", CONFIGS)
+@pairs_once(
+    "config, size, by_block",
+    product(CONFIGS, [(1000, 1032, 2048), (4097, 515, 640), (64, 8192, 128), (8192, 130, 4096)], [True, False]),
+)
 def test_every_config_is_right(config, size, by_block):
     """By descriptors and by pointers, stored and added, against float32 products of the dequantised operands."""
     from onchip.fp8 import triton_launches

@@ -1,22 +1,23 @@
 """The 'mosaic_gpu' backend on a Hopper GPU: compiled, against the oracle, and what the CPU can't show."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8_common import assert_right
-from fp8_drawn import BY_BLOCK, FORMATS, GROUPS, SCALES
 from test_fp8_jax import CONFIGS, assert_the_oracles_bits
 
+from onchip.fp8 import numbers
 from onchip.fp8.jax_quantize import operand
 from onchip.fp8.mosaic_kernels import scaled_product
-from onchip.fp8.numbers import ROW, SQUARE
+from onchip.fp8.numbers import COLUMN, ROW, SQUARE
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Fp8LinearCase
-from shared import alternating
+from shared import alternating, pairs_once
 
 pytestmark = pytest.mark.gpu
 op = partial(fp8_linear, backend="mosaic_gpu")
@@ -31,10 +32,10 @@ def test_cases(case, dtype, layout):
     assert_right(case, dtype, "gpu", weight_layout=layout, backend="mosaic_gpu")
 
 
-@SCALES
-@FORMATS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@GROUPS
+@pairs_once(
+    "group, dtype, fmt, scale",
+    product([ROW, COLUMN, SQUARE], ["float32", "bfloat16", "float16"], numbers.FP8_MAX, numbers.SCALES),
+)
 def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
     rng = np.random.default_rng(0)
     range_ = 4 if dtype == "float16" else 60
@@ -44,8 +45,7 @@ def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
     assert_the_oracles_bits(jnp.asarray(x, dtype), group, fmt, scale)
 
 
-@BY_BLOCK
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@alternating(config=CONFIGS, by_block=[True, False])
 def test_configs(config, by_block):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, 1032)).astype(np.float32) for rows in (520, 648))

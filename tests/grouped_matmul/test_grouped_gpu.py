@@ -1,5 +1,7 @@
 """grouped_matmul on a CUDA device: accuracy at real sizes, NaN for wrong numbers, graphs, and no synchronisation."""
 
+from itertools import product
+
 import pytest
 import torch
 from grouped_common import (
@@ -25,7 +27,7 @@ from onchip.ops.grouped_matmul.cases import CHECK_CASES, GroupedCase, even, half
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.oracle.torch import DTYPES
 from onchip.torch import grouped_matmul
-from shared import assert_within_bounds, capture, without_synchronisation
+from shared import assert_within_bounds, capture, pairs_once, without_synchronisation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unwritten_memory_shows")]
 SWIGLU = {"activation": "swiglu"}
@@ -52,9 +54,7 @@ def in_float32(arguments, grad):
     return {"out": out, "grad_x": grad_x, "grad_weight": grad_w}
 
 
-@pytest.mark.parametrize("layout", ["gnk", "gkn"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*CHECK_CASES, EVERYTHING, WHOLE, SHORT], ids=str)
+@pairs_once("case, dtype, layout", product([*CHECK_CASES, EVERYTHING, WHOLE, SHORT], DTYPES, ["gnk", "gkn"]))
 def test_cases(case, dtype, layout):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="triton", weight_layout=layout))
 
@@ -72,7 +72,10 @@ def test_the_plain_path_where_it_is_named(case):
 @pytest.mark.parametrize("sizes", [even, skewed, half_empty], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("tokens", "groups", "n", "k"), [(8192, 8, 14336, 4096), (16384, 256, 2048, 7168)], ids=str)
 def test_real_sizes(tokens, groups, n, k, sizes):
-    arguments, grad = on_gpu(GroupedCase("", sizes(tokens, groups), n, k, tail=100))
+    shapes = (tokens + 100, k), (groups, n, k), (tokens + 100, n)
+    x, weight, grad = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    arguments = {"x": x.requires_grad_(), "weight": weight.mul_(k**-0.5).requires_grad_()}
+    arguments["group_sizes"] = torch.tensor(sizes(tokens, groups), device="cuda")
     assert_same(step(arguments, grad), in_float32(arguments, grad), 4e-3)
 
 

@@ -6,6 +6,7 @@ the tokens or H.
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import torch
 from losses import mixed_plan, plan_in_forward
 from onchip.torch import linear_cross_entropy
 from onchip.vocab.triton import setup, tiling
+from shared import pairs_once
 
 pytestmark = pytest.mark.gpu
+HALF = (torch.bfloat16, torch.float16)
 # Where exponentials go: to two places and made again, to a chunk of tokens, the first of which may have two places, or
 # where the planner has them.
 PLANS = {
@@ -42,14 +45,12 @@ def errors(h, w, y, upstream=1.0):
     return [float((x.double() - r).norm() / r.norm()) for x, r in zip(made, right, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("hidden", "plan"),
+@pairs_once(
+    "hidden, dtype, plan",
     # The weight's gradient holds the exponentials of H tokens, of which the mixed plan keeps 128 there.
     [
-        (h, plan)
-        for h in (8, 64, 72, 576, 640, 768, 896, 1000, 1024, 1152, 2048)
-        for plan in PLANS
+        (h, dtype, plan)
+        for h, dtype, plan in product((8, 64, 72, 576, 640, 768, 896, 1000, 1024, 1152, 2048), HALF, PLANS)
         if h >= 128 or plan not in ("mixed", "longer first")
     ],
 )
@@ -81,11 +82,10 @@ def test_logits_far_above_the_targets(plan):
     assert max(of_hidden, of_weight) < 4e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("vocab", [600, 20_001])
-@pytest.mark.parametrize("tokens", [300, 700])
-@pytest.mark.parametrize("hidden", [128, 576, 640, 1152])
-@pytest.mark.parametrize("plan", [*PLANS, "in halves"])
+@pairs_once(
+    "plan, hidden, tokens, vocab, dtype",
+    product([*PLANS, "in halves"], [128, 576, 640, 1152], [300, 700], [600, 20_001], HALF),
+)
 def test_hidden_apart(plan, hidden, tokens, vocab, dtype):
     """With an odd number of tiles of positions, and an even one."""
     assert tiling.hidden_apart(hidden)
@@ -136,9 +136,7 @@ def test_as_tritons_kernels(monkeypatch, hidden, tokens):
         assert float((a.float() - b.float()).norm() / b.float().norm()) < 3e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden", [200, 640, 1024])
-@pytest.mark.parametrize("plan", ["in forward", "longer first"])
+@pairs_once("plan, hidden, dtype", product(["in forward", "longer first"], [200, 640, 1024], HALF))
 def test_chunks_without_tokens(plan, hidden, dtype):
     """The last ones, since positions are of the tokens that aren't ignored."""
     h, w, y = problem(900, hidden, 600, dtype)
@@ -149,9 +147,7 @@ def test_chunks_without_tokens(plan, hidden, dtype):
     assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden", [512, 640, 1024, 2048])
+@pairs_once("hidden, dtype, ignored", product([512, 640, 1024, 2048], HALF, [0.0, 0.5]))
 def test_exponentials_where_digits_will_be(hidden, dtype, ignored):
     """Of the first chunk: in the gradient's memory, that of its digits and scratch."""
     tokens = hidden + hidden // 4 + 700

@@ -15,7 +15,7 @@ from onchip.ops.linear_jsd.checks import CHECK_CASES, CHECKER, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import TopK, jsd, linear_jsd
-from shared import aside, capture, without_synchronisation
+from shared import alternating, aside, capture, without_synchronisation
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_jsd, backend="triton")
@@ -68,8 +68,8 @@ def plain(h, w, x, v, beta, *, dtype=None):
 @pytest.mark.parametrize(  # products are of 16 bits
     ("case", "dtype"),
     [
-        (c, d)
-        for c in (*CHECK_CASES, *OF_TOPK)
+        pytest.param(c, d, marks=[pytest.mark.slow] * (d == HALF[i % 2]))
+        for i, c in enumerate((*CHECK_CASES, *OF_TOPK))
         for d in (*HALF, torch.float32)
         if d != torch.float32 or c.student != "hidden"
     ],
@@ -121,8 +121,7 @@ def test_no_less_accurate_than_eager_with_float32_logits(beta, std, noise):
         assert a <= max(b, 1e-5), (name, a, b)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("beta", BETAS)
+@alternating(beta=BETAS, dtype=HALF)
 @pytest.mark.usefixtures("planned")
 def test_equal_models_are_exactly_zero(beta, dtype):
     h, w, _, _ = make(600, 520, 5003, dtype=dtype, std=10.0)
