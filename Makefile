@@ -6,7 +6,7 @@ INSTALL := pyproject.toml constraints.txt tools/install.sh
 # The Python that runs the GPU tests and benchmarks: set it if an environment with CUDA exists already.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test test-all check check-examples test-gpu test-browser bench numbers docs clean
+.PHONY: demo test test-all check check-examples test-gpu test-gpu-all test-browser bench numbers docs clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
@@ -35,10 +35,18 @@ check-examples: $(VENV)/.for-dev
 	$(BIN)/python tools/check_examples.py
 
 # Workers share the cards: tests/cards.py gives worker i card i mod their number.
-GPU_WORKERS ?= $(shell expr 14 \* $$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l))
+# They compile most of the time: 14 to a card, or one to a core if there are fewer of these.
+GPU_WORKERS ?= $(shell n=$$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l); printf '%s\n' $$((14 * n)) $$(nproc) | sort -n | head -1)
+GPU_TESTS ?= gpu and not slow
 
+# Each worker looks through all files that it is given, so it is given no others.
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.for-dev)
-	PYTHONPATH="tests$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m pytest -p cards -m gpu -n $(GPU_WORKERS) --dist worksteal tests
+	PYTHONPATH="tests$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m pytest -p cards -m '$(GPU_TESTS)' -n $(GPU_WORKERS) \
+		--dist worksteal $$(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort)
+
+# With the variants that `make test-gpu` leaves out.
+test-gpu-all:
+	$(MAKE) test-gpu GPU_TESTS=gpu
 
 # CHROME names another Chromium or Chrome than the one on the PATH.
 test-browser: $(VENV)/.for-dev

@@ -14,6 +14,7 @@ if len(cards) > 1 and worker and "CUDA_VISIBLE_DEVICES" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(cards))
 if worker:  # Threads of as many as there are cores, in every worker, wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes of their own
 
 
 def pytest_collection_modifyitems(items):
