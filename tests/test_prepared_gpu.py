@@ -278,26 +278,6 @@ def test_another_thread(prepared):
     assert prepared["run"] > before
 
 
-def test_streams_graphs_and_a_kept_graph(prepared):
-    hidden, weight = _leaves(1, (T, H), (V, H))
-    target = _target(1)
-    step = partial(linear_cross_entropy, hidden, weight, target)
-
-    def grads():
-        return torch.autograd.grad(step(), (hidden, weight))
-
-    expected = grads()
-    for _ in range(3):
-        assert all(map(torch.equal, grads(), expected))
-    assert all(map(torch.equal, aside(grads), expected))
-    graph, captured = capture(grads)
-    graph.replay()
-    assert all(map(torch.equal, captured, expected))
-    loss = step()
-    for keep in (True, True, False):
-        assert all(map(torch.equal, torch.autograd.grad(loss, (hidden, weight), retain_graph=keep), expected))
-
-
 @pytest.mark.parametrize("name", ["mixed", "in_forward"])
 def test_the_same_memory(name, prepared):
     """Whose numbers change: eagerly, on another stream, captured by the caller, and after a call with other memory."""
