@@ -34,7 +34,12 @@ def test_torch(check):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "backend"), [(name, backend) for backend in ("plain", "triton") for name in checks(backend, "cuda")]
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in SLOW and "jsd" not in name))
+        for backend in ("plain", "triton")
+        for name in checks(backend, "cuda")
+    ],
 )
 def test_on_the_gpu(name, backend):
     checks(backend, "cuda")[name]()

@@ -21,6 +21,7 @@ from shared import assert_within_bounds, pairs_once
 
 pytestmark = pytest.mark.gpu
 op = partial(attention, backend="mosaic_gpu")
+CAUSAL = Causal()
 LONG = AttentionCase("", "full", queries=700, keys=700, heads=4, key_heads=2, size=128, value_size=128)
 CASES = (
     *(case for case in KERNEL_CASES if max(case.size, case.value_size) <= 128),
@@ -114,11 +115,14 @@ def loss(q, k, v, mask, sinks, op=op):
     return (out.astype(jnp.float32) * weights).sum() + (lse**2).sum()
 
 
+def documents(other=CAUSAL):
+    ids = jnp.asarray(np.random.default_rng(1).random((2, 1000)) < 0.01).cumsum(1)
+    return (Documents(ids) & other).lower(2, 1000, 1000, ids)
+
+
 def test_runs_and_transformations_agree():
     """The same bits from run to run, under checkpoint and vmap; in a shard_map XLA may sum delta in another order."""
-    given, sinks = drawn(), jnp.ones(4)
-    ids = jnp.asarray(np.random.default_rng(1).random((2, 1000)) < 0.01).cumsum(1)
-    mask = (Documents(ids) & Causal()).lower(2, 1000, 1000, ids)
+    given, sinks, mask = drawn(), jnp.ones(4), documents()
     step = jax.jit(jax.grad(loss, (0, 1, 2, 4)))
     right = step(*given, mask, sinks)
 
@@ -142,6 +146,8 @@ def test_runs_and_transformations_agree():
         made, expected = np.float32(made), np.float32(expected)
         assert np.linalg.norm(made - expected) <= 1e-4 * np.linalg.norm(expected)
 
+
+def test_layers_in_a_scan():
     def layers(x, masks):
         def layer(x, mask):
             out = op(x, x[:, :, :2], x[:, :, 2:], mask, softcap=20.0)
@@ -149,9 +155,7 @@ def test_runs_and_transformations_agree():
 
         return jax.lax.scan(layer, x, masks)[0].astype(jnp.float32).sum()
 
-    masks = [mask, (Causal() & Window(100)).lower(2, 1000, 1000, ids)]
-    masks[1] = jax.tree.map(lambda x, y: jnp.broadcast_to(x, y.shape), masks[1], mask)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *masks)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), documents(), documents(Window(100)))
 
     def unrolled(x, masks):
         for i in range(2):
@@ -159,7 +163,7 @@ def test_runs_and_transformations_agree():
             x = (x + op(x, x[:, :, :2], x[:, :, 2:], mask, softcap=20.0)).astype(x.dtype)
         return x.astype(jnp.float32).sum()
 
-    made, plain = (jax.jit(jax.grad(f))(given[0], stacked) for f in (layers, unrolled))
+    made, plain = (jax.jit(jax.grad(f))(drawn()[0], stacked) for f in (layers, unrolled))
     made, plain = np.float64(made), np.float64(plain)  # of which sums have other orders
     assert np.linalg.norm(made - plain) < 1e-2 * np.linalg.norm(plain)
 
