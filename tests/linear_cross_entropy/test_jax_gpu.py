@@ -20,7 +20,7 @@ from shared import alternating
 pytestmark = pytest.mark.gpu
 HALF = ["bfloat16", "float16"]
 LAYOUTS = ["vh", "hv"]
-OPTIONS = [{}, {"softcap": 5.0, "z_loss": 1e-3}, {"label_smoothing": 0.1}]
+TERMS = {"label_smoothing": 0.1, "z_loss": 1e-3}
 # What the Mosaic kernels take under either layout, more tokens than H among them.
 MOSAIC_CASES = (
     Case("long", 1000, 256, 4096, zipf=True, ignored=0.3),
@@ -28,8 +28,11 @@ MOSAIC_CASES = (
     Case("ragged vocab", 700, 320, 1088, logit_std=3.0),
     Case("large logits", 500, 192, 2112, logit_std=60.0),
     Case("bias, ignored", 1000, 256, 4096, bias=True, ignored=0.5),
-    Case("options", 300, 192, 1088, bias=True, options={"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}),
-)
+    Case("options", 300, 192, 1088, bias=True, options=TERMS | {"softcap": 5.0}),
+    Case("class weights", 1000, 256, 2112, class_weight=True, bias=True, ignored=0.3, options=TERMS),
+    Case("class weights, softcap", 1000, 256, 2112, class_weight=True, bias=True, ignored=0.3,
+         options=TERMS | {"softcap": 5.0}),
+)  # fmt: skip
 
 
 @alternating(
@@ -46,67 +49,44 @@ def test_mosaic(case, layout, dtype):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@alternating(softcap=[None, 5.0], layout=LAYOUTS, dtype=HALF)
-def test_class_weights(softcap, layout, dtype):
-    """Beside label smoothing and a z-loss, some of them 0, with a last tile of the vocabulary that isn't full."""
-    options = {"label_smoothing": 0.1, "z_loss": 1e-3} | ({} if softcap is None else {"softcap": softcap})
-    case = Case("class weights", 1000, 256, 2112, class_weight=True, bias=True, ignored=0.3, options=options)
-    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
+# Of 1024 tokens the first 256 are kept in the gradient's memory and some in scratch, or all in scratch; or
+# a chunk of tokens, of which the first may be larger and keep some with the digits, with gradients made in forward.
+KEPT = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
+AGAIN = replace(KEPT, recompute_chunks=2)
+IN_FORWARD = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1024, by_tokens=True)
+LARGER = MosaicPlan("stash", 384, kept_in_gradient=256, chunk=768, kept_in_scratch=768, by_tokens=True, first_chunk=256)
+IN_DIGITS = MosaicPlan("stash", 256, kept_in_gradient=512, chunk=768, kept_in_scratch=384, by_tokens=True,
+                       first_chunk=640, kept_in_digits=128)  # fmt: skip
+MORE_IN_DIGITS = replace(IN_DIGITS, kept_in_scratch=256, first_chunk=768, kept_in_digits=256)
+SOFTCAP, SMOOTHING = {"softcap": 5.0}, {"label_smoothing": 0.1}
+WEIGHED = {"logit_std": 3.0, "class_weight": True, "options": {"z_loss": 1e-3}}
+PLANS = {
+    "none in scratch": (replace(AGAIN, kept_in_scratch=0), {}),
+    "in halves": (replace(AGAIN, halves=True), {}),
+    "more in scratch": (replace(KEPT, kept_in_scratch=768), {}),
+    "all in scratch": (MosaicPlan("stash", 1024, chunk=4096, kept_in_scratch=1024), {}),
+    "class weights": (KEPT, WEIGHED),
+    "class weights in forward": (IN_FORWARD, WEIGHED),
+    "softcap": (KEPT, {"logit_std": 3.0, "options": SOFTCAP}),
+    "smoothing in forward": (IN_FORWARD, {"logit_std": 3.0, "options": SMOOTHING}),
+    "few in a larger chunk": (LARGER, {"logit_std": 3.0, "ignored": 0.8}),
+    "softcap, larger": (replace(LARGER, first_chunk=640), {"logit_std": 3.0, "options": SOFTCAP | {"z_loss": 1e-3}}),
+    "smoothing, larger": (LARGER, {"logit_std": 3.0, "ignored": 0.0, "options": SMOOTHING}),
+    "in digits": (IN_DIGITS, {"logit_std": 3.0, "ignored": 0.0}),
+    "softcap, in digits": (MORE_IN_DIGITS, {"logit_std": 3.0, "options": SOFTCAP | {"z_loss": 1e-3}}),
+    "few in digits": (IN_DIGITS, {"logit_std": 3.0, "ignored": 0.9, "options": SMOOTHING}),
+}
 
 
-@alternating(size=[384, 0], layout=LAYOUTS, dtype=HALF)
-def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
-    """With a z-loss alone: in the memory of the weight's gradient and in scratch, or with gradients made in forward."""
-    kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
-    in_forward = MosaicPlan("stash", size, chunk=4096, kept_in_scratch=1024, by_tokens=True)
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward if size else kept)
-    case = replace(MOSAIC_CASES[0], logit_std=3.0, class_weight=True, options={"z_loss": 1e-3})
-    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
-
-
-@alternating(overflow=[0, 256, 768, 1024], halves=[False, True], layout=LAYOUTS, dtype=HALF)
-def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
-    """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient, or all in scratch."""
-    some_again = {"halves": halves, "recompute_chunks": 2} if overflow < 768 else {}
-    plan = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=overflow, **some_again)
-    plan = MosaicPlan("stash", 1024, chunk=4096, kept_in_scratch=1024) if overflow == 1024 else plan
+@alternating(name=list(PLANS), layout=LAYOUTS, dtype=HALF)
+def test_plans(name, layout, dtype, monkeypatch):
+    """Whatever keeps exponentials; of digits, hidden's gradient is made of two tiles of tokens at a time."""
+    plan, changes = PLANS[name]
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
-    assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
-
-
-@alternating(options=[{"softcap": 5.0}, {"label_smoothing": 0.1}], size=[0, 384], layout=LAYOUTS, dtype=HALF)
-def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
-    """In the memory of the weight's gradient and in scratch; or a chunk of tokens, with gradients made in forward."""
-    kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
-    in_forward = MosaicPlan("stash", size, chunk=4096, kept_in_scratch=1024, by_tokens=True)
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward if size else kept)
-    case = replace(MOSAIC_CASES[0], logit_std=3.0, options=options)
-    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
-
-
-@alternating(options=OPTIONS, ignored=[0.8, 0.3, 0.0], first=[256, 640], layout=LAYOUTS, dtype=HALF)
-def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatch):
-    """Of whose tokens the first 256 are kept in the memory of the weight's gradient."""
-    plan = MosaicPlan(
-        "stash", 384, kept_in_gradient=256, chunk=768, kept_in_scratch=768, by_tokens=True, first_chunk=first
-    )
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
-    case = replace(MOSAIC_CASES[0], logit_std=3.0, ignored=ignored, options=options)
-    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
-
-
-@alternating(options=OPTIONS, ignored=[0.0, 0.3, 0.9], first=[640, 768], dtype=HALF)
-def test_exponentials_with_the_digits(first, options, ignored, dtype, monkeypatch):
-    """Of a larger first chunk, whose hidden gradient is made of two tiles of tokens at a time."""
-    in_digits = first - 512
-    monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 256)
-    plan = MosaicPlan(
-        "stash", 256, kept_in_gradient=512, chunk=768, kept_in_scratch=512 - in_digits, by_tokens=True,
-        first_chunk=first, kept_in_digits=in_digits,
-    )  # fmt: skip
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
-    case = replace(MOSAIC_CASES[0], hidden=1024, logit_std=3.0, ignored=ignored, options=options)
-    assert_right(case, dtype, device="gpu", backend="mosaic_gpu")
+    if plan.kept_in_digits:
+        layout, changes = "vh", changes | {"hidden": 1024}
+        monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 256)
+    assert_right(replace(MOSAIC_CASES[0], **changes), dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
 @alternating(size=[(4096, 256), (2120, 320), (2112, 576)], layout=LAYOUTS, dtype=HALF)
