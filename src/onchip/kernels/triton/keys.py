@@ -26,7 +26,7 @@ def _settle(function: Any, seen: set[int]) -> None:
 def _callees(function: Any) -> Iterator[Any]:
     from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
 
-    scope, names = function.get_capture_scope(), sorted(_names(function.fn.__code__))
+    scope, names = function.get_capture_scope(), sorted(names_of(function.fn.__code__))
     for found in (scope.get(name) for name in names):
         if isinstance(found, JITCallable):
             yield found
@@ -36,6 +36,7 @@ def _callees(function: Any) -> Iterator[Any]:
             yield from (x for x in found.hash_attrs if isinstance(x, JITCallable))
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(x) for x in code.co_consts if isinstance(x, CodeType))
+def names_of(code: CodeType) -> set[str]:
+    """The names of globals, attributes and outer variables in a function."""
+    inner = (names_of(x) for x in code.co_consts if isinstance(x, CodeType))
     return {*code.co_names, *code.co_freevars}.union(*inner)

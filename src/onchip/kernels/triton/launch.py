@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from onchip.frontend import torch_ahead, torch_prepared
 from onchip.kernels.triton.compiling import Ask, compile_coming
-from onchip.kernels.triton.keys import settle
 from onchip.kernels.triton.packed import Packed
+from onchip.kernels.triton.recalled import noted_any, recall
 from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, hashing, interpreted, settings
 
 # Bytes of a thread's stack beyond which a smaller tile is taken.  Triton 3.6 stays below it everywhere.
@@ -120,7 +120,7 @@ class Launch(NamedTuple):
 
     def ask(self) -> Any:
         """The kernel, compiled but not launched."""
-        settle(self.kernel)
+        recall(self.kernel)
         return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
 
     def _values(self, compiled: "_Compiled") -> list[Any]:
@@ -328,7 +328,8 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
         return f"it runs on CUDA tensors, not on {device!r}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs"
-    hashing()
+    if not noted_any():
+        hashing()
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
 

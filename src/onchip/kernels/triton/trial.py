@@ -4,6 +4,7 @@ use.
 
 import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.compiler.compiler import make_backend  # type: ignore[import-untyped]
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
@@ -17,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.kernels.triton.gluon import add_out, aggregate, barrier, copy_in, new_barriers, reinterpret, send
+from onchip.kernels.triton.recalled import find, note
+from onchip.kernels.triton.versions import hashing
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -72,4 +75,8 @@ def product(x):
 
 def compile_for_hopper() -> None:
     source = GluonASTSource(product, {"x": f"tensordesc<bf16[64, 64],{LAYOUT!r}>"}, {}, {})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": 4, "enable_fp_fusion": True}
+    key, found = find(source, target, make_backend(target).parse_options(dict(options)))
+    if found is None:
+        hashing().join()
+        note(key, triton.compile(source, target=target, options=options))

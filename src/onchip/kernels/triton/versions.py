@@ -111,7 +111,6 @@ def gluon_refusal() -> str | None:
     """
 
     def trial() -> str | None:
-        hashing().join()
         import_module("onchip.kernels.triton.trial").compile_for_hopper()
         return None
 

@@ -1,0 +1,101 @@
+"""A filled cache is found by a key that needs neither Triton's hash of itself nor its parser."""
+
+import inspect
+import sys
+
+import pytest
+import triton
+from triton import language as tl
+
+import onchip.torch
+from onchip.attention.triton import portable_launches, wide_launches
+from onchip.groups.triton import launches as grouped
+from onchip.kernels.triton import compiling, recalled, trial
+from onchip.kernels.triton.launch import interpreted
+from onchip.vocab.triton import walks
+from test_compiling import every_function, forget, hopper, launches  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.skipif(interpreted(), reason="kernels are compiled")
+
+ADDED, PARTS = tl.constexpr(3), (tl.constexpr(1), tl.float32)
+
+
+@triton.jit
+def inner(x):
+    return x + ADDED
+
+
+@triton.jit
+def other(x):
+    return x - ADDED
+
+
+@triton.jit
+def outer(x, N: tl.constexpr):
+    tl.store(x, inner(N + PARTS[0]))
+
+
+@pytest.fixture
+def filled(hopper, monkeypatch):  # noqa: F811
+    """A cache that another process filled; Triton's own key would raise."""
+    compiling.compile_all([x.ask for x in launches()])
+    forget()
+
+    def settle(kernel):
+        raise LookupError("Triton's way")
+
+    monkeypatch.setattr(recalled, "settle", settle)
+
+
+def test_what_another_process_compiled_is_found(filled):
+    with compiling.told() as told:
+        compiling.compile_all([x.ask for x in launches()])
+    assert told == ([], ["sort_labels"] * 2)
+    assert [x.ask().asm["cubin"] is not None for x in launches()] == [True, True]
+    assert recalled.noted_any()
+
+
+@pytest.mark.parametrize("change", ["triton", "assembler", "environment", "watched", "gone"])
+def test_it_is_asked_for_anew_where_anything_differs(filled, hopper, monkeypatch, change):  # noqa: F811
+    if change == "triton":
+        monkeypatch.setattr(recalled, "_installed", lambda: "other files")
+    elif change == "assembler":
+        monkeypatch.setenv("TRITON_PTXAS_PATH", sys.executable)
+    elif change == "environment":
+        monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+    elif change == "watched":
+        monkeypatch.setattr(triton.knobs.compilation, "listener", print)
+    else:
+        for x in hopper.rglob("*.cubin"):
+            x.unlink()
+    with pytest.raises(LookupError, match="Triton's way"):
+        launches()[0].ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ADDED", tl.constexpr(4)),
+        ("inner", other),
+        ("PARTS", (tl.constexpr(1), tl.float16)),
+        ("PARTS", (1, tl.float32)),
+    ],
+)
+def test_a_key_has_all_that_a_kernel_names(monkeypatch, name, value):
+    before = recalled._source(outer, {})
+    assert recalled._source(outer, {}) == before
+    monkeypatch.setitem(globals(), name, value)
+    assert recalled._source(outer, {}) != before
+
+
+def test_what_has_no_lasting_name_is_in_no_key(monkeypatch):
+    for value in (object(), (object(),), tl.constexpr(object()), [outer]):
+        monkeypatch.setitem(globals(), "ADDED", value)
+        with pytest.raises(recalled._Nameless):
+            recalled._source(outer, {})
+
+
+def test_all_kernels_have_a_key():
+    assert all((onchip.torch, portable_launches, wide_launches, grouped, trial, walks))  # are imported
+    several = [x for x in every_function() if not inspect.isclass(x)]
+    assert len({recalled._source(x, {}) for x in several}) == len(several) > 100
