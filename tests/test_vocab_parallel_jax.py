@@ -224,7 +224,7 @@ def equal_models_have_a_divergence_of_nothing():
 
 @check
 def one_all_gather():
-    """And in backward one sum, of hidden's gradient; a mixture's divergence has another all-gather."""
+    """And in backward one sum, of hidden's gradient; divergences have some for each chunk of tokens."""
     (h, w, _), y = HEAD.values(), TARGET["target"]
     on_mesh = {"vocab_axis": "model", "mesh": mesh_of()}
     topk = TopK(jnp.tile(jnp.arange(3), (B, S, 1)), jnp.full((B, S, 3), -2.0), "log_probs", "tail")
@@ -234,9 +234,9 @@ def one_all_gather():
         (1, partial(sharded_linear_cross_entropy, target=jnp.ones((B, S, PADDED)), return_stats=True)),
         (1, partial(sharded_linear_cross_entropy, target=topk._replace(kind="probs", rest="truncated"))),
         (1, partial(sharded_linear_log_probs, ids=ids(V, 3), **EVERY)),
-        (1, partial(sharded_linear_jsd, teacher_topk=topk)),
-        (1, partial(sharded_linear_jsd, beta=1.0, **of_teacher)),
-        (2, partial(sharded_linear_jsd, beta=0.5, **of_teacher)),
+        (3, partial(sharded_linear_jsd, teacher_topk=topk)),
+        (5, partial(sharded_linear_jsd, beta=1.0, **of_teacher)),
+        (6, partial(sharded_linear_jsd, beta=0.5, **of_teacher)),
     ]
     for number, op in calls:
         run = lambda h, w, op=op: total(op(h, w, **on_mesh))[0]  # noqa: E731

@@ -31,6 +31,9 @@ class Arrays(NamedTuple):
     """`put(x, indices, values)`: a copy of x with these entries."""
     cross_entropy: Callable[[Array, Array], tuple[Array, Array]]
     """`cross_entropy(z, label)`: each row's cross-entropy, and its gradient."""
+    sum: Callable[[Array], Array] = lambda x: x.sum(1)
+    of_few: "Arrays | None" = None
+    """If devices have parts of each row: the same for rows of K numbers, which all devices have."""
 
 
 class DivergenceGradients(NamedTuple):
@@ -92,18 +95,21 @@ def divergence(
     if beta > 0:
         by_s, by_t = mixture_terms(xp, d, s, t, beta)
         del d
-        value = (by_s + by_t).clip(min=0).sum(1)
-        ds, dt = (_centred(by_s, s, sum_s) if want[0] else None), (_centred(by_t, t, sum_t) if want[1] else None)
+        value = of.sum((by_s + by_t).clip(min=0))
+        ds, dt = (
+            (_centred(of, by_s, s, sum_s) if want[0] else None),
+            (_centred(of, by_t, t, sum_t) if want[1] else None),
+        )
         return DivergenceGradients(value, ds, dt)
     e = xp.expm1(-abs(d))
     # Each term is t d - t + s, by expm1 from the smaller of s and t: it doesn't overflow, and cancels only in d.
     term = xp.where(d < 0, s * (d * (1 + e) - e), t * (e + d))
     del e
-    value = xp.where(t == 0, s, term).clip(min=0).sum(1)  # 0 log 0 = 0
+    value = of.sum(xp.where(t == 0, s, term).clip(min=0))  # 0 log 0 = 0
     del term
     # Not (t - s sum(t)): that would leave rounding errors for equal models.
     ds = s - t if want[0] else None
-    return DivergenceGradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
+    return DivergenceGradients(value, ds, _centred(of, xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
 
 
 def difference(xp: Any, ls: Array, lt: Array) -> Array:
@@ -111,10 +117,10 @@ def difference(xp: Any, ls: Array, lt: Array) -> Array:
     return xp.where((ls == -math.inf) & (lt == -math.inf), 0, lt - ls)
 
 
-def _centred(by_log_p: Array, p: Array, total: Array | None) -> Array:
+def _centred(of: Arrays, by_log_p: Array, p: Array, total: Array | None) -> Array:
     """The derivative with respect to logits, from that with respect to log-probabilities, whose sum over all entries is
     `total`; None if these are all entries."""
-    return by_log_p - p * (by_log_p.sum(1) if total is None else total)[:, None]
+    return by_log_p - p * (of.sum(by_log_p) if total is None else total)[:, None]
 
 
 def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:
@@ -136,19 +142,19 @@ def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[A
 
 def _topk(of: Arrays, options: JsdOptions, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
     """The losses with a top-k teacher, and the numbers from which z's gradient is made; z is over temperature."""
-    xp, indices = of.xp, teacher.indices
+    xp, indices, few = of.xp, teacher.indices, of.of_few or of
     if teacher.rest == "renormalised":
-        value, ds = topk_terms(of, options, teacher, of.take(z, indices))
+        value, ds = topk_terms(few, options, teacher, of.take(z, indices))
         return value, lambda: of.put(xp.zeros_like(z), indices, ds)
     full = of.log_softmax(z)
     if teacher.rest == "truncated":
-        value, by_s = topk_terms(of, options, teacher, of.take(full, indices))
+        value, by_s = topk_terms(few, options, teacher, of.take(full, indices))
         rest_of = xp.exp(full) * -by_s.sum(1)[:, None]
         return value, lambda: of.put(rest_of, indices, of.take(rest_of, indices) + by_s)
     # From log-probabilities, since the difference of two log-sum-exps of logits has the error of both.
     outside = of.put(full, indices, -math.inf)
     other = of.logsumexp(outside)
-    value, ds = topk_terms(of, options, teacher, of.take(full, indices), other)
+    value, ds = topk_terms(few, options, teacher, of.take(full, indices), other)
 
     def gradient() -> Array:
         share = xp.exp(outside - xp.where(other == -math.inf, 0, other))

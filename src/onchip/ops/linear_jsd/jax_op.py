@@ -214,9 +214,8 @@ def sharded_linear_jsd(
     r"""`linear_jsd` with the vocabulary split over the devices of a mesh axis, none of which has a whole weight.
 
     The loss and its gradients are those of `linear_jsd`.  Pass the whole arrays: the call makes its own
-    `jax.shard_map`.  A few float32 numbers per token are gathered along `vocab_axis`: once if beta is 0 or 1 or the
-    teacher is a top-k, and otherwise twice, with another product of each head in between; with "mosaic_gpu" for each
-    chunk of tokens twice, or once if the teacher is a top-k, and no product is repeated.
+    `jax.shard_map`.  For each chunk of tokens a few numbers are gathered along `vocab_axis`, while the chunk's
+    logits are there: no product is repeated.
 
     Args:
         student_hidden: [..., Hs], T tokens in the leading dimensions, which may be split over `token_axes`; the same on
@@ -238,8 +237,7 @@ def sharded_linear_jsd(
         TypeError, ValueError, NotImplementedError: as `linear_jsd`, and as `sharded_linear_cross_entropy` for a mesh or
             axes that don't fit.
 
-    Memory: on each device that of `linear_jsd` for its tokens and its part of the vocabulary, and
-    4 * T * K * (n + 2) bytes for what n devices gather, K (at most 9) numbers per token.
+    Memory: on each device that of `linear_jsd` for its tokens and its part of the vocabulary.
 
     Example:
         >>> import jax
@@ -253,9 +251,7 @@ def sharded_linear_jsd(
         >>> jax.jit(jax.grad(loss, argnums=1))(*arrays).shape
         (100, 16)
 
-    Sources: GKD (arXiv:2306.13649), for the divergence; Megatron-LM (arXiv:1909.08053), for sharding the vocabulary;
-    the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5), for adding up the
-    shards' divergences.
+    Sources: GKD (arXiv:2306.13649), for the divergence; Megatron-LM (arXiv:1909.08053), for sharding the vocabulary.
     """
     return _call(ON_MESH, locals())
 

@@ -315,11 +315,13 @@ def by_rows(
     needs: Sequence[Any],  # of each source: for a `XlaProjection` which gradients, for `Logits` whether
     empty: Any,
     step: Callable[..., tuple[Any, Sequence[Any]]],
+    but: str | None = None,
 ) -> tuple[Any, list[Any]]:
     """Numbers for the rows, and the gradients of the sources, chunk by chunk of tokens.
 
     step(start, *z) gets a chunk's logits from each source; it returns the numbers of its rows and, for each source, the
-    gradient of these logits.  The numbers are written to a tree like `empty`.  Gradients are those of `accumulate`.
+    gradient of these logits.  The numbers are written to a tree like `empty`, which isn't made to vary over the axis
+    `but`.  Gradients are those of `accumulate`.
     """
 
     def body(start: Any, carry: Any) -> Any:
@@ -332,7 +334,8 @@ def by_rows(
         return write_rows(made, numbers, start), sums
 
     zeros = [x.zeros(need, len(tokens.source)) for x, need in zip(sources, needs, strict=True)]
-    return over_tokens(tokens, chunk, body, vary_alike((empty, zeros), sources))  # type: ignore[no-any-return]
+    carry = vary_alike(empty, (zeros, sources), but), vary_alike(zeros, (empty, sources))
+    return over_tokens(tokens, chunk, body, carry, but)  # type: ignore[no-any-return]
 
 
 class Stashed(NamedTuple):
