@@ -174,7 +174,7 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
             models[1] = JsdModel()
         call = JsdCall(
             *models, *(topk[:2] if given == "top-k" else (None, None)), None, None, None, (torch.float32,) * 2, (6,), 9,
-            *topk[2:], JsdOptions(hard_weight=0.3), False, (False,) * 8, WHOLE, False,
+            *topk[2:], JsdOptions(hard_weight=0.3), False, (False,) * 8, WHOLE,
         )  # fmt: skip
         with mock.patch.object(memory, "plan", return_value=4):
             wanted = [part.endswith("logits") for part in PARAMETERS]

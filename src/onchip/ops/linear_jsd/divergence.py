@@ -74,31 +74,22 @@ def rows(
 
 
 def divergence(
-    of: Arrays,
-    ls: Array,
-    lt: Array,
-    beta: float,
-    want: tuple[bool, bool] = (True, True),
-    sums: tuple[Array, Array] | None = None,
+    of: Arrays, ls: Array, lt: Array, beta: float, want: tuple[bool, bool] = (True, True)
 ) -> DivergenceGradients:
-    """The divergence of each row of log-probabilities, and its gradients by the logits that they come from.
-
-    If rows are parts of longer ones, the value is that of these entries, and `sums` are `sums_of` the whole rows.
-    """
+    """The divergence of each row of log-probabilities, and its gradients by the logits that they come from."""
     if beta == 1:
-        value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1], None if sums is None else sums[::-1])
+        value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1])
         return DivergenceGradients(value, ds, dt)
-    sum_s, sum_t = (None, None) if sums is None else sums
     xp = of.xp
-    d, s, t = difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
+    d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
     del ls, lt
     if beta > 0:
-        by_s, by_t = mixture_terms(xp, d, s, t, beta)
+        by_s, by_t = _mixture_terms(xp, d, s, t, beta)
         del d
         value = of.sum((by_s + by_t).clip(min=0))
         ds, dt = (
-            (_centred(of, by_s, s, sum_s) if want[0] else None),
-            (_centred(of, by_t, t, sum_t) if want[1] else None),
+            (_centred(of, by_s, s) if want[0] else None),
+            (_centred(of, by_t, t) if want[1] else None),
         )
         return DivergenceGradients(value, ds, dt)
     e = xp.expm1(-abs(d))
@@ -109,28 +100,20 @@ def divergence(
     del term
     # Not (t - s sum(t)): that would leave rounding errors for equal models.
     ds = s - t if want[0] else None
-    return DivergenceGradients(value, ds, _centred(of, xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
+    return DivergenceGradients(value, ds, _centred(of, xp.where(t == 0, 0, t * d), t) if want[1] else None)
 
 
-def difference(xp: Any, ls: Array, lt: Array) -> Array:
+def _difference(xp: Any, ls: Array, lt: Array) -> Array:
     """log t - log s; 0 where both are 0."""
     return xp.where((ls == -math.inf) & (lt == -math.inf), 0, lt - ls)
 
 
-def _centred(of: Arrays, by_log_p: Array, p: Array, total: Array | None) -> Array:
-    """The derivative with respect to logits, from that with respect to log-probabilities, whose sum over all entries is
-    `total`; None if these are all entries."""
-    return by_log_p - p * (of.sum(by_log_p) if total is None else total)[:, None]
+def _centred(of: Arrays, by_log_p: Array, p: Array) -> Array:
+    """The derivative with respect to logits, from that with respect to log-probabilities."""
+    return by_log_p - p * of.sum(by_log_p)[:, None]
 
 
-def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:
-    """For each row of log-probabilities and 0 < beta < 1: the divergence, and the sums of both derivatives.  For parts
-    of rows, these add up to those of the whole rows."""
-    by_s, by_t = mixture_terms(xp, difference(xp, ls, lt), xp.exp(ls), xp.exp(lt), beta)
-    return (by_s + by_t).clip(min=0).sum(1), by_s.sum(1), by_t.sum(1)
-
-
-def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
+def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
     """(1 - beta) s log(s / m) and beta t log(t / m)."""
     e = xp.expm1(-abs(d))
     low = xp.log1p(xp.where(d <= 0, beta * e, (1 - beta) * e))  # PyTorch would make float32 from two numbers
@@ -205,13 +188,13 @@ def topk_gradient(
 
 def _sum_of_terms(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array]:
     """The sum of the divergence's terms where the probabilities don't sum to 1, and its derivative by log s."""
-    d, s, t = difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
+    d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
     if beta == 0:
         return xp.where(t == 0, 0, t * d).sum(1), -t
     if beta == 1:
         by_s = xp.where(s == 0, 0, -s * d)
         return by_s.sum(1), by_s + s
-    by_s, by_t = mixture_terms(xp, d, s, t, beta)
+    by_s, by_t = _mixture_terms(xp, d, s, t, beta)
     return (by_s + by_t).clip(min=0).sum(1), by_s
 
 

@@ -1,8 +1,7 @@
 """The operator of linear_jsd and jsd for PyTorch with the framework's own products.
 
-`_forward` walks over chunks of tokens (torch_halves.py, torch_walk.py).  Where hidden states are given, the loss is one
-number and nothing is sharded, that walk computes the gradients too, and backward scales them.  Otherwise backward walks
-again, in `_gradients`.
+`_forward` walks over chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number, that
+walk computes the gradients too, and backward scales them.  Otherwise backward walks again, in `_gradients`.
 """
 
 from typing import Any, NamedTuple
@@ -12,18 +11,16 @@ from torch import Tensor
 
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall, JsdModel
+from onchip.ops.linear_jsd.torch_walk import losses_and_gradients
 
 
 class JsdPlainOutputs(NamedTuple):
-    """The loss; with `stash` the gradients in the dtype of sums for an upstream gradient of 1; and the numbers of
-    `torch_halves`."""
+    """The loss; with `stash` the gradients in the dtype of sums for an upstream gradient of 1."""
 
     loss: Tensor
     student: JsdModel
     teacher: JsdModel
-    known: Tensor | None
 
 
 class JsdPlainKept(NamedTuple):
@@ -32,22 +29,20 @@ class JsdPlainKept(NamedTuple):
     call: JsdCall
     student: JsdModel
     teacher: JsdModel
-    known: Tensor | None
     gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 for those that are None
 
 
 def _forward(call: JsdCall) -> JsdPlainOutputs:
     call.check_ranks()
     call = call.of_all_tokens()
-    loss, made, known = torch_halves.forward(call, call.tokens(check=True))
-    return JsdPlainOutputs(loss, JsdModel(*made[:4]), JsdModel(*made[4:]), known)
+    tokens, grads = call.tokens(check=True), call.grads if call.stash else NO_GRADIENTS
+    losses, made = losses_and_gradients(call, tokens, tokens.weight * tokens.inverse_count, grads)
+    return JsdPlainOutputs(call.reduced(tokens, losses), JsdModel(*made[:4]), JsdModel(*made[4:]))
 
 
 def _fake(call: JsdCall) -> JsdPlainOutputs:
-    made, known = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype), None
-    if width := torch_halves.width(call):
-        known = call.first.new_empty((call.number, width), dtype=call.dtype)
-    return JsdPlainOutputs(call.new_loss(), JsdModel(*made[:4]), JsdModel(*made[4:]), known)
+    made = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype)
+    return JsdPlainOutputs(call.new_loss(), JsdModel(*made[:4]), JsdModel(*made[4:]))
 
 
 def _save(call: JsdCall, made: JsdPlainOutputs) -> JsdPlainKept:
@@ -55,7 +50,7 @@ def _save(call: JsdCall, made: JsdPlainOutputs) -> JsdPlainKept:
     if call.stash:
         nothing: Any = dict.fromkeys(("indices", "values", "target", "token_weight", "normalizer"))
         call = call._replace(student=JsdModel(), teacher=JsdModel(), **nothing)
-    return JsdPlainKept(call, made.student, made.teacher, made.known, dtypes)
+    return JsdPlainKept(call, made.student, made.teacher, dtypes)
 
 
 def _gradients(kept: JsdPlainKept, upstream: Made, wanted: Wanted) -> Made:
@@ -68,7 +63,7 @@ def _gradients(kept: JsdPlainKept, upstream: Made, wanted: Wanted) -> Made:
         call, factor = kept.call.of_all_tokens(), None
         tokens = call.tokens(check=False)
         row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
-        made = torch_halves.backward(call, tokens, kept.known, row, wanted)
+        made = losses_and_gradients(call, tokens, row, wanted)[1]
     return [
         scale_stash(x, factor, dtype) if want and x is not None else None
         for x, dtype, want in zip(made, kept.gradient_dtypes, wanted, strict=True)

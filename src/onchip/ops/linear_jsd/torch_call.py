@@ -38,12 +38,6 @@ def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> 
         raise ValueError(f"{op}: teacher_topk.indices must be distinct within a token; {int(same.sum())} are not")
 
 
-def _sorted(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's ids in ascending order, contiguous, and from where they come."""
-    made = torch.sort(indices.to(torch.int64).contiguous())
-    return made.values, made.indices
-
-
 class JsdModel(NamedTuple):
     """The student or the teacher: its last layer, or its logits.  Also the gradients of these."""
 
@@ -80,7 +74,6 @@ class JsdCall(NamedTuple):
     stash: bool  # gradients are made in forward and kept
     grads: tuple[bool, ...]  # for each of `PARAMETERS`
     shards: Shards
-    kernels: bool  # whether kernels run for a sharded vocabulary or a top-k teacher: PyTorch takes all tokens then
 
     @property
     def models(self) -> tuple[JsdModel, JsdModel]:
@@ -112,15 +105,10 @@ class JsdCall(NamedTuple):
         return self.shards.vocab if self.shards.there else self.size
 
     def of_all_tokens(self, *, fake: bool = False) -> "JsdCall":
-        """The call with the hidden states of all ranks' tokens; in a `fake` call these aren't filled.  If ranks run
-        kernels, a top-k's ids are in ascending order.
-        """
-        shards, call = self.shards, self
-        if self.kernels and self.indices is not None:
-            indices, order = stated.call(_sorted, self.indices)
-            call = self._replace(indices=indices, values=stated.call(torch.gather, self.values, -1, order))
+        """The call with the hidden states of all ranks' tokens; in a `fake` call these aren't filled."""
+        shards = self.shards
         if shards.sequence < 0:
-            return call
+            return self
 
         def whole(x: JsdModel) -> JsdModel:
             if x.hidden is None:
@@ -129,7 +117,7 @@ class JsdCall(NamedTuple):
                 return x._replace(hidden=x.hidden.new_empty(shards.whole_shape(x.hidden.shape)))
             return x._replace(hidden=parallel.whole_hidden(x.hidden, shards))
 
-        return call._replace(student=whole(call.student), teacher=whole(call.teacher))
+        return self._replace(student=whole(self.student), teacher=whole(self.teacher))
 
     def new_loss(self) -> Tensor:
         """Memory for the result."""
@@ -147,18 +135,16 @@ class JsdCall(NamedTuple):
             return stated.zeros(self.shape, torch.int64, self.first.device), -1
         return self.target, self.options.ignore_index
 
-    def tokens(self, *, check: bool) -> Tokens:
+    def tokens(self, *, check: bool, compact: bool = True) -> Tokens:
         """The tokens that count; with `check`, values are checked on the CPU, and elsewhere if check_inputs asks for
-        it.
-
-        If ranks run kernels, the CPU is treated like any other device.
+        it.  Without `compact` the CPU is a device like any other.
         """
         (target, ignore_index), options, op = self.targets(), self.options, self.options.op
         check_values = check and options.check_inputs
         chosen = select(
             op, "target", target, self.number, self.vocab, None,
             ignore_index=ignore_index, temperature=1.0, dtype=self.first.dtype, check_values=check_values,
-            compact=not self.kernels,
+            compact=compact,
         )  # fmt: skip
         tokens = weighed(op, chosen, self.token_weight, options.reduction, self.normalizer, check_values=check_values)
         if check and self.indices is not None and (options.check_inputs or self.indices.device.type == "cpu"):
@@ -229,9 +215,13 @@ class JsdCall(NamedTuple):
         """The problem, for which plans are made."""
         student, teacher = (self.head(who, kernels=kernels) for who in (0, 1))
         topk, shards, sent = 0 if self.indices is None else self.indices.shape[-1], self.shards, 0
+        size = self.size
         if shards.there:
+            # Ranks exchange numbers chunk by chunk, so that each makes the plan of the one with the most entries.
+            size = shards.most or shards.vocab
+            student, teacher = (replace(h, vocab=size) if h.vocab else h for h in (student, teacher))
             mine, dim = self.first, shards.sequence
             if dim >= 0:
                 mine = mine.narrow(dim, 0, self.shape[dim] // shards.ranks)
             sent = parallel.sent_bytes(self.number, max(1, topk), shards, mine)
-        return JsdProblem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash, sent)
+        return JsdProblem(size, student, teacher, topk, self.options.hard_weight > 0, self.stash, sent)

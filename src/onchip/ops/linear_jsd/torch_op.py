@@ -316,14 +316,11 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     indices, values, kind, rest = topk or (None, None, "", "")
     call = JsdCall(
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
-        kind, rest, options, any(grads) and options.reduction != "none" and not given_logits and not shards.there,
-        grads, shards, False,
+        kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads, shards,
     )  # fmt: skip
     reason = triton_op.refusal(call)
     chosen = choose_torch_backend(op, given["backend"], first.device, reason)
     if chosen == "triton":
-        call = call._replace(kernels=shards.there or topk is not None)
-        if not shards.there or shards.rows > 0:  # an empty shard has nothing for them, and exchanges the same
-            return triton_op.run(call)
+        return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return plain_op.OPERATOR(call).loss

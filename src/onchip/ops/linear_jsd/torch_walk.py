@@ -1,7 +1,8 @@
 """The walk over chunks of tokens with PyTorch's own matrix products, on CPU and CUDA.
 
 A chunk holds both models' logits for the whole vocabulary, or for this rank's shard, in float32 or float64.  Everything
-that follows from them is computed in blocks of rows, which the gradients overwrite.  Nothing here synchronises a GPU.
+that follows from them is computed in blocks of rows, which the gradients overwrite; ranks exchange a few numbers for
+each of their tokens.  Nothing here synchronises a GPU.
 """
 
 import math
@@ -19,67 +20,52 @@ from onchip.kernels.torch_products import operand_dtype
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall, JsdModel
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, JsdModel
 from onchip.vocab.rows.torch import Rows
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.parallel import start_sum
-from onchip.vocab.torch.softmax import Asked, Running
-from onchip.vocab.torch.tiles import Tokens, spans
+from onchip.vocab.torch.softmax import Asked, Running, write_at
+from onchip.vocab.torch.tiles import NOWHERE, Tokens, spans
 from onchip.vocab.torch.walk import Accumulated
 
-Step = Callable[..., Sequence[Tensor | None]]
-"""`step(tokens, *logits)` is given which tokens (a slice) and their rows of each model's logits, and may overwrite
-these; it returns the gradients by them that are wanted, none at all where it only looks."""
 
-
-def walk(
+def losses_and_gradients(
     call: JsdCall,
     tokens: Tokens,
-    step: Step,
-    row: Tensor | None = None,  # [n]: factor of each token's gradient
-    grads: Sequence[bool] = NO_GRADIENTS,  # of `PARAMETERS`
-) -> list[Tensor | None]:
-    """Show all logits to `step`; returns the gradients that are wanted, in the dtype of sums; those of logits are in
-    the logits' dtype.
+    row: Tensor,  # [n]: factor of each token's gradient
+    grads: Sequence[bool],  # of `PARAMETERS`
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The losses of the computed tokens, without weights, and the gradients that are wanted, in the dtype of sums, but
+    those of logits in the logits' dtype.
     """
-    n = tokens.number
+    n, of, want = tokens.number, arrays_of(call), (any(grads[:4]), any(grads[4:]))
+    label = tokens.label.clamp(min=0)  # an ignored token has no label, but is computed all the same
+    losses = torch.empty_like(row)
     chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     models = [_model(call, who, grads[4 * who : 4 * who + 4], tokens) for who in range(1 + (call.indices is None))]
     buffers = [tokens.weight.new_empty((chunk, call.size)) for _ in models]
-    for start, stop in spans(n, chunk) if call.size else ():  # a shard may be empty
+    for start, stop in spans(n, chunk):
         filled = [buffer[: stop - start] for buffer in buffers]
         for z, model in zip(filled, models, strict=True):
             model.read(start, stop, z)
         for b0, b1 in spans(stop - start, -(-chunk // BLOCKS)):
             part = slice(start + b0, start + b1)
-            made = step(part, *(z[b0:b1] for z in filled))
+            z, *others = (x[b0:b1] for x in filled)
+            teacher = others[0] if others else topk_rows(call, tokens, part)
+            losses[part], *made = rows(of, call.options, z, teacher, label[part], want)
             for into, g in zip(filled, made, strict=False):
-                if g is not None and row is not None:
+                if g is not None:
                     torch.mul(g, row[part, None], out=into[b0:b1])
                     if tokens.kept is not None:  # an infinite divergence times 0 is NaN
                         into[b0:b1].masked_fill_(~tokens.kept[part, None], 0)
             del made
         for g, model in zip(filled, models, strict=True):
-            if model.wanted:
+            if model.wanted and call.size:  # a shard may be empty
                 model.write(start, stop, g)
     found = [x for model in models for x in model.gradients()]
-    return found + [None] * (len(PARAMETERS) - len(found))
-
-
-def losses_and_gradients(
-    call: JsdCall, tokens: Tokens, row: Tensor, grads: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The losses of the computed tokens, without weights, and the gradients of `walk`, where nothing is sharded."""
-    label = tokens.label.clamp(min=0)  # an ignored token has no label, but is computed all the same
-    losses, want = torch.empty_like(row), (any(grads[:4]), any(grads[4:]))
-
-    def step(part: slice, z: Tensor, *teacher: Tensor) -> Sequence[Tensor | None]:
-        other = teacher[0] if teacher else topk_rows(call, tokens, part)
-        losses[part], *made = rows(ARRAYS, call.options, z, other, label[part], want)
-        return made
-
-    return losses, walk(call, tokens, step, row, grads)
+    return losses, found + [None] * (len(PARAMETERS) - len(found))
 
 
 def _model(call: JsdCall, who: int, grads: Sequence[bool], tokens: Tokens) -> "_Linear | _Given":
@@ -183,3 +169,58 @@ ARRAYS = Arrays(
     put=lambda x, indices, values: x.scatter(1, indices, values),
     cross_entropy=_cross_entropy,
 )
+
+
+def arrays_of(call: JsdCall) -> Arrays:
+    """The functions that formulas need; for a sharded vocabulary, with softmaxes and sums of rows over all ranks."""
+    shards, options = call.shards, call.options
+    if not shards.there:
+        return ARRAYS
+
+    def gathered(*mine: Tensor) -> parallel.Gathered:
+        return parallel.gather(options.op, shards, mine, check_values=options.check_inputs)
+
+    def summed(*mine: Tensor) -> list[Tensor]:
+        found = gathered(*mine)
+        return [found.sure(x.sum(0)) for x in found.numbers]
+
+    def own_ids(ids: Tensor) -> Tensor:
+        """The ids in this rank's numbering."""
+        own = ids - shards.start
+        return own.masked_fill((own < 0) | (own >= call.size), NOWHERE)
+
+    def logsumexp(x: Tensor) -> Tensor:
+        found = gathered(x.logsumexp(1))
+        return found.sure(parallel.log_sum(found.numbers[0])[0])[:, None]
+
+    def take(x: Tensor, ids: Tensor) -> Tensor:
+        own, found = own_ids(ids), x.new_zeros(ids.shape)
+        if call.size:
+            found = x.gather(1, own.clamp(min=0)).masked_fill(own == NOWHERE, 0)
+        return torch.stack(summed(*found.unbind(1)), 1)
+
+    def put(x: Tensor, ids: Tensor, values: Any) -> Tensor:
+        made = x.clone()
+        if call.size:
+            write_at(made, own_ids(ids), 0, torch.as_tensor(values, dtype=x.dtype, device=x.device).expand(ids.shape))
+        return made
+
+    def cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        ids, softmax = own_ids(label[:, None]), Running.empty(label[:, None], z.dtype)
+        if call.size:
+            softmax.absorb(z.clone(), 0, ids, Asked(), None)
+        found = gathered(softmax.lse, torch.where(ids == NOWHERE, 0, softmax.log_prob)[:, 0])
+        lse, log_share = parallel.log_sum(found.numbers[0])
+        log_prob = parallel.log_prob_of(label[:, None], found, found.numbers[1:], found.numbers[0], log_share)
+        made = loss_gradient(LossOptions(), torch.ones_like(lse), lse, log_prob, call.vocab)
+        return -log_prob[:, 0], made.of_logits(z.clone(), ids, 0, None, None) if call.size else z
+
+    return ARRAYS._replace(
+        log_softmax=lambda x: torch.where(x == -math.inf, x, x - logsumexp(x)),
+        logsumexp=logsumexp,
+        take=take,
+        put=put,
+        cross_entropy=cross_entropy,
+        sum=lambda x: summed(x.sum(1))[0],
+        of_few=ARRAYS,
+    )

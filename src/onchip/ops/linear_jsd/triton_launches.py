@@ -120,7 +120,7 @@ class Pair:
 
 
 def _rows(x: Tensor) -> Tensor:
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

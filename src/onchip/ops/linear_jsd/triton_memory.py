@@ -19,6 +19,8 @@ from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE, evenness
 
 # Tokens, and tiles of the vocabulary, of a chunk that keeps the device busy.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
+# As many launches as ranks take for a chunk to exchange numbers, which are PyTorch's operations.
+SHARD_LAUNCHES = 40
 # float32 numbers that forward leaves for each token; triton_kernels.py names them.
 STATS = 10
 
@@ -162,6 +164,7 @@ class JsdCosts:
     def __init__(self, p: JsdProblem, rates: Rates) -> None:
         self.tokens, self.tiles, self.any_grad = p.tokens, up(p.vocab, VOCAB_TILE) // VOCAB_TILE, p.any_grad
         self.launch, self.programs = 1e-3 * rates.launch, rates.programs
+        self.chunk = self.launch * (SHARD_LAUNCHES if p.sharded else 5)  # of tokens, without its products
         products = [(h, 2e-9 * p.tokens * h.hidden * p.vocab / rates.product) for h in p.layers]
         self.layers, self.product = len(products), sum(product for _, product in products)
         self.weights = [(product, -(-h.hidden // 256)) for h, product in products if h.grad_weight]
@@ -172,7 +175,7 @@ class JsdCosts:
         """Time of all chunks of tokens."""
         size = max(1, min(token_chunk, self.tokens))
         number, last = divmod(self.tokens, size)
-        time = self.launch * 5 * (number + (last > 0))
+        time = self.chunk * (number + (last > 0))
         for tokens, times in (size, number), (last, int(last > 0)):
             rows = -(-tokens // TOKEN_TILE)
             each = self.product * rows * TOKEN_TILE / max(1, self.tokens)
@@ -253,10 +256,10 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         of_tokens = {min(self.rows, USEFUL_TOKENS), TOKEN_TILE}
         self.beside = {self.sizes.forward(tokens) for tokens in of_tokens}
         # The room for chunks of tokens beyond which more room is better used for keeping tokens.
-        worth = 5 * self.costs.launch * self.sizes.of_token * self.sizes.of_kept / max(1e-9, self.costs.product)
+        worth = self.costs.chunk * self.sizes.of_token * self.sizes.of_kept / max(1e-9, self.costs.product)
         self.worth = max(1.0, p.tokens * math.sqrt(worth))
         # The least time: that of one chunk of tokens, with tiles that fill whole waves.
-        self.floor = 5 * self.costs.launch + self.costs.product + self.costs.hidden
+        self.floor = self.costs.chunk + self.costs.product + self.costs.hidden
 
     def beyond(self, kept: int, weight: int) -> int:
         """`JsdSizes.beyond`, which depends only on whether any tokens are kept."""
@@ -318,7 +321,7 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         room = self.budget - self.beyond(self.rows, weight) + self.sizes.held
         left = max(room - each * most, self.worth)
         again = max(0.0, 1 - (room - left) / (each * tokens))
-        more = 5 * costs.launch * max(0.0, tokens * self.sizes.of_token / left - 1)
+        more = costs.chunk * max(0.0, tokens * self.sizes.of_token / left - 1)
         return again * costs.product + more + costs.again_launches(vocab)
 
     def keep(self, vocab: int, weight: int, time: float, kept: list[int]) -> None:
@@ -350,12 +353,9 @@ def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
     for weight in sorted(_weights(p, tiles)):
         time = made.floor + costs.weight(weight * VOCAB_TILE)
         if time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
-            if p.sharded:  # forward doesn't know gradients yet
-                kept = [0]
-            else:
-                soonest = min(soonest, time)
-                made.chunks(made.rows, tiles, weight)
-                kept = made.kept(weight)
+            soonest = min(soonest, time)
+            made.chunks(made.rows, tiles, weight)
+            kept = made.kept(weight)
             vocabs = {max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}
             most = {vocab: made.most_kept(vocab, weight, kept) for vocab in vocabs}
             some += [(time + made.some_bound(x, weight, n), x, weight, time, kept) for x, n in most.items() if n >= 0]

@@ -79,11 +79,27 @@ def _forward(call: JsdCall) -> JsdTritonOutputs:
     plan = _plan(call)
     call.check_ranks()
     if call.options.check_inputs or call.first.device.type == "cpu":
-        call.tokens(check=True)  # for its checks alone
-    call = call.of_all_tokens()
+        call.tokens(check=True, compact=not call.shards.there and call.indices is None)  # for its checks alone
+    call = _for_kernels(call)
     made = _memory(call, plan)
     (stats, vectors, *saved) = made.left
     return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved))
+
+
+def _for_kernels(call: JsdCall) -> JsdCall:
+    """The call with all ranks' tokens, and a top-k's ids in ascending order."""
+    if call.shards.there:
+        stated.refuse("ranks exchange numbers")
+    if call.indices is not None:
+        indices, order = stated.call(_sorted, call.indices)
+        call = call._replace(indices=indices, values=stated.call(torch.gather, call.values, -1, order))
+    return call.of_all_tokens()
+
+
+def _sorted(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's ids in ascending order, contiguous, and from where they come."""
+    made = torch.sort(indices.to(torch.int64).contiguous())
+    return made.values, made.indices
 
 
 def _fake(call: JsdCall) -> JsdTritonOutputs:
@@ -119,7 +135,7 @@ def _gradients(kept: JsdTritonKept, upstream: Made, wanted: Wanted) -> Made:
 
     (grad_loss,), (stats, vectors, *saved) = upstream, kept.left
     assert grad_loss is not None
-    plan, call = _plan(kept.call), kept.call.of_all_tokens()
+    plan, call = _plan(kept.call), _for_kernels(kept.call)
     return triton_walk.backward(call, plan, stats, vectors, saved, grad_loss, wanted)
 
 
@@ -133,8 +149,10 @@ def _collect(kept: JsdTritonKept, made: Made, wanted: Wanted) -> Made:
     grads = list(made)
     for who, saved in enumerate((kept.left.student, kept.left.teacher)):
         layer = kept.call.layer(who)
-        if layer is not None and not kept.call.shards.there:
-            grads[4 * who : 4 * who + 2] = setup.in_memory(saved, layer.weight, grads[4 * who + 1])
+        if layer is not None:
+            hidden, grads[4 * who + 1] = setup.in_memory(saved, layer.weight, grads[4 * who + 1])
+            if not kept.call.shards.there:
+                grads[4 * who] = hidden
     return grads
 
 

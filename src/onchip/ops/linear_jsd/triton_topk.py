@@ -2,8 +2,8 @@
 
 Of each token's row of logits one kernel reads the K entries' log-probabilities and, for a tail, adds up all others.
 A second one makes the loss from these, K numbers per token, and what the gradient is made from: a factor times
-exp(z / temperature - center), but at each of the K entries a number of its own.  It computes what `topk_terms` of
-divergence.py does and `topk_numbers` of torch_halves.py, where the formulas are.  A third one writes the gradient.
+exp(z / temperature - center), but at each of the K entries a number of its own.  It computes what `topk_gradient`
+of divergence.py does, where the formulas are.  A third one writes the gradient.
 
 A token's ids are in ascending order.  So a program that goes through its row meets them one after another, and compares
 each with one block of logits alone.

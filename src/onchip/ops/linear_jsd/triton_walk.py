@@ -6,14 +6,16 @@ These stay in a `LogitBuffer`, from which `backward` makes hidden's and weight's
 A token's factor (its weight times the upstream gradient) is applied to rows of hidden for the weight's gradient, and to
 rows of the result for hidden's.  Logits that the caller gives are read in place of tiles.
 
-With a sharded vocabulary forward computes what ranks exchange (torch_halves.py), in one walk at the ends of beta and in
-two between them.  It leaves numbers for the whole vocabulary, from which backward makes the logits' gradients.
+With a sharded vocabulary ranks exchange numbers while a chunk's logits are there: first their softmaxes and, for a
+top-k teacher, the log-probabilities of its ids, then the sums of a divergence.  With the whole vocabulary's numbers the
+kernels go on as if it weren't sharded.
 
 Nothing here waits for the device, except for other ranks.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
-from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_rows as known_rows
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
@@ -38,6 +39,7 @@ from onchip.ops.linear_jsd.triton_launches import (
 )
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.vocab.rows.launches import reduce_losses
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.parallel import start_sum
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.products import Products, chunks, float16_scale
@@ -51,8 +53,10 @@ MAXIMUM, LOG_SUM, MEAN = known_rows.MAXIMUM.value, known_rows.LOG_SUM.value, kno
 INVERSE_SCALE = known_rows.INVERSE_SCALE.value
 HARD_LOG_SUM, LABEL_LOG_PROB = known_rows.HARD_LOG_SUM.value, known_rows.LABEL_LOG_PROB.value
 # What `divergence` is given to make softmaxes alone, or terms as they are.
-UNSCALED = {"soft_weight": 1.0, "hard_weight": 0.0, "STUDENT_SCALED": False, "TEACHER_SCALED": False}
-NO_TERMS = {"TERMS": False, "STUDENT_MEAN": False, "TEACHER_MEAN": False}
+UNSCALED: dict[str, Any] = {"soft_weight": 1.0, "hard_weight": 0.0, "STUDENT_SCALED": False, "TEACHER_SCALED": False}
+NO_TERMS: dict[str, Any] = {"TERMS": False, "STUDENT_MEAN": False, "TEACHER_MEAN": False}
+# If this rank's entries have less of the probability, all of theirs are 0 in float32, and they have no mean.
+TINY = 1e-30
 Take = Callable[..., None]
 """`take(made, first, size, into)` is given the models' logits, for `size` positions from `first` on, and where the
 logits' gradients go, if they are to be made."""
@@ -67,16 +71,24 @@ def forward(
 ) -> Tensor:
     """The loss; fills each model's memory, `saved`."""
     pair = Pair.of(call, plan, stated.zero(vectors), stats)
-    if call.shards.there:
-        stated.refuse("ranks exchange what they know")
-        return (_forward_of_shard if pair.topk is None else _topk_of_shard)(pair, plan, saved)
-    if pair.topk is not None:
-        return _forward_of_topk(pair, plan, saved)
     loss = stated.zeros(call.number, torch.float32, call.first.device)
     if call.number:
+        take = (_taking_topk if pair.topk is not None else _taking_shard if call.shards.there else _taking)(pair, loss)
         pair.number_tokens()
-        _divergences(pair, plan, saved, loss, token_weight=setup.flat(call.token_weight))
+        _chunks_of_tokens(pair, plan, saved, take)
+        if call.shards.there:
+            pair.put_labels(ELSEWHERE)
     return _reduced(call, loss, pair.vectors.number)
+
+
+def _taking(pair: Pair, loss: Tensor) -> Take:
+    """What is done with each chunk's logits; it fills in `loss`, by token, and the tokens' statistics."""
+    token_weight = setup.flat(pair.call.token_weight)
+
+    def take(made: Any, first: int, size: int, into: Any) -> None:
+        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, token_weight=token_weight).run()
+
+    return take
 
 
 def _reduced(call: JsdCall, losses: Tensor, number: Tensor) -> Tensor:
@@ -89,20 +101,11 @@ def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
     return None if call.normalizer is None else call.divisor(number)
 
 
-def _divergences(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], loss: Tensor, **more: Any) -> None:
-    """Fill in `loss`, by token, and the tokens' statistics; `more` are arguments of `divergence`."""
-
-    def take(made: Any, first: int, size: int, into: Any) -> None:
-        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, **more).run()
-
-    _chunks_of_tokens(pair, plan, saved, take)
-
-
 def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], take: Take) -> None:
     """Show all tokens' logits to `take`, a chunk at a time."""
     tokens, chunk, kept = pair.call.number, min(plan.token_chunk, pair.call.number), min(plan.kept, pair.call.number)
     rows, made, buffers = {}, {}, {}
-    for who, side in pair.sides.items():
+    for who, side in pair.sides.items() if pair.tiles else ():  # a shard may be empty
         rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, saved[who])
         if buffer is not None:
             buffers[who] = buffer
@@ -118,138 +121,115 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], t
         take(made, first, size, buffers if first < kept else {})
 
 
-def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
-    """The loss of the whole vocabulary; leaves all ranks' numbers in the pair's memory."""
-    call, options, stats = pair.call, pair.call.options, pair.stats
-    ends, tokens = options.beta in (0, 1), call.tokens(check=False)
-    if call.number:
-        pair.number_tokens()
-    by_token, order = _by_token(pair), pair.vectors.order.long()
-
-    def divergences(**more: Any) -> Tensor:
-        """The shard's own divergences, [T], without weights."""
-        loss = torch.zeros(call.number, dtype=torch.float32, device=stats.device)
-        if call.number:
-            _divergences(pair, plan, saved, loss, **UNSCALED, **more)
-        return loss
-
-    def softmaxes() -> list[Tensor]:
-        own = divergences(**NO_TERMS | {"TERMS": ends})
-        lses = [stats[of + MAXIMUM] / options.temperature + stats[of + LOG_SUM] * LN2 for of in MODELS]
-        return [*map(by_token, lses), *([own] if ends else []), *_of_label(pair, by_token)]
-
-    def put(student: Tensor, teacher: Tensor) -> None:
-        """Put the whole vocabulary's log-sum-exps where the kernel reads them.  A row's maximum is replaced by a number
-        of few bits, whose differences from logits are exact.
-        """
-        for of, lse in zip(MODELS, (student[order], teacher[order]), strict=True):
-            stats[of + MAXIMUM] = maximum = (lse * options.temperature).round()
-            rest = (lse - maximum / options.temperature) / LN2
-            stats[of + LOG_SUM] = torch.where(maximum.isfinite(), rest, 0)
-
-    def terms(student: Tensor, teacher: Tensor) -> list[Tensor]:
-        put(student, teacher)
-        value = divergences(KNOWN=True, HARD=False, STUDENT_MEAN=True, TEACHER_MEAN=True)
-        weights = zip(MODELS, (1 - options.beta, options.beta), strict=True)
-        return [value, *(by_token(stats[of + MEAN]) * (LN2 * weight) for of, weight in weights)]
-
-    losses, numbers = torch_halves.of_two_models(call, tokens, softmaxes, terms)
-    student, teacher, *sums = numbers[:, :4].unbind(1)
-    put(student, teacher)
-    for of, total, weight in zip(MODELS, sums, (1.0, 1.0) if ends else (1 - options.beta, options.beta), strict=True):
-        stats[of + MEAN] = total[order] / (LN2 * weight)
-        # No term is below minus its probability, so a gradient is at most 1 plus twice the sum.
-        stats[of + INVERSE_SCALE] = _inverse_scale(call, 1 + 2 * total[order])
-    _put_label(pair, numbers, order)
-    return call.reduced(tokens, losses)
-
-
-def _inverse_scale(call: JsdCall, bound: Tensor) -> Tensor:
-    """What undoes the scaling of float16 gradients, given a bound on those of the divergence."""
-    bound = bound * (call.options.soft_factor / call.options.temperature) + call.options.hard_weight
-    return torch.exp2(bound.clamp(min=1e-30).log2().floor() - 13)
-
-
-def _by_token(pair: Pair) -> Callable[[Tensor], Tensor]:
-    """A function that takes what is indexed by position, and returns it indexed by token; 0 for ignored tokens."""
-    position = pair.vectors.position.long()
-
-    def by_token(x: Tensor) -> Tensor:
-        return x[position.clamp(min=0)].masked_fill((position < 0).view(-1, *[1] * (x.ndim - 1)), 0)
-
-    return by_token
-
-
-def _of_label(pair: Pair, by_token: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """With hard labels: a shard's log-sum-exp at temperature 1, and what it gives the label, by token."""
-    stats, label = pair.stats, pair.ids[:, 0]
-    if pair.call.options.hard_weight == 0:
-        return []
-    there = (label >= 0) & (label < pair.call.size)
-    log_prob = by_token(stats[LABEL_LOG_PROB]).masked_fill(~there, 0)
-    return [by_token(stats[MODELS[0] + MAXIMUM] + stats[HARD_LOG_SUM]), log_prob]
-
-
-def _put_label(pair: Pair, numbers: Tensor, order: Tensor) -> None:
-    """Leave the whole vocabulary's numbers for the label, the last two, and who has it."""
-    if pair.call.options.hard_weight > 0:
-        pair.stats[HARD_LOG_SUM] = numbers[order, -2] - pair.stats[MODELS[0] + MAXIMUM]
-        pair.stats[LABEL_LOG_PROB] = numbers[order, -1]
-    if pair.call.number:
-        pair.put_labels(ELSEWHERE)
-
-
-# ----------------------------------------------------------------------------------------------------- a top-k teacher
-
-
-def _forward_of_topk(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
-    losses = stated.zeros(pair.call.number, torch.float32, pair.stats.device)
-
-    def gradients(found: Tensor, made: Any, first: int, size: int, into: Any) -> None:
-        topk_numbers(pair, first, size, found, losses).run()
-        if into:
-            topk_gradients(pair, made, first, size, 0, pair.tiles, into).run()
-
-    _topk_chunks(pair, plan, saved, gradients)
-    return _reduced(pair.call, losses, pair.vectors.number)
-
-
-def _topk_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
-    """The loss of the whole vocabulary; leaves what gradients are made from in the pair's memory."""
-    call, stats, tokens = pair.call, pair.stats, pair.call.tokens(check=False)
-    found = _topk_chunks(pair, plan, saved, lambda *_: None)
-    by_token, order = _by_token(pair), pair.vectors.order.long()
-    below = stats[MODELS[0] + MAXIMUM] / call.options.temperature
-    known = by_token(found).unbind(1)
-    known = known if call.topk_rest == "tail" else known[:-1]
-    sent = [by_token(below + stats[MODELS[0] + LOG_SUM] * LN2), *known, *_of_label(pair, by_token)]
-    losses, numbers = torch_halves.of_topk(call, tokens, sent)
-    pair.numbers[:] = numbers[order, : pair.numbers.shape[1]]
-    pair.numbers[:, 0] -= below
-    stats[MODELS[0] + INVERSE_SCALE] = _inverse_scale(call, pair.numbers[:, 1:].abs().amax(1))
-    _put_label(pair, numbers, order)
-    return call.reduced(tokens, losses)
-
-
-def _topk_chunks(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], after: Callable[..., None]) -> Tensor:
-    """What the student gives the K entries and all others, [T, K + 1] by position, and its softmax in `stats`.
-    `after` is called with it for each chunk, and with the arguments of `Take`.
-    """
-    call, device, ids = pair.call, pair.stats.device, pair.call.indices
-    assert ids is not None
-    found = stated.zeros((call.number, ids.shape[-1] + 1), torch.float32, device)
+def _taking_topk(pair: Pair, loss: Tensor) -> Take:
+    assert pair.topk is not None
+    call, device = pair.call, loss.device
+    # What the student gives the K entries and all others, by position.
+    found = stated.zeros((call.number, pair.topk.shape[1] + 1), torch.float32, device)
     unused = stated.empty(call.number, torch.float32, device)
 
     def take(made: Any, first: int, size: int, into: Any) -> None:
-        of_student: dict[str, Any] = UNSCALED | NO_TERMS
-        divergence(pair, made, first, size, 0, pair.tiles, {}, loss=unused, **of_student).run()
-        topk_log_probs(pair, made, first, size, found).run()
-        after(found, made, first, size, into)
+        if pair.tiles:
+            divergence(pair, made, first, size, 0, pair.tiles, {}, loss=unused, **UNSCALED | NO_TERMS).run()
+            topk_log_probs(pair, made, first, size, found).run()
+        if call.shards.there:
+            at = slice(first, first + size)
+            if label := _exchange_softmaxes(pair, at, found)[1]:
+                _put_label(pair.stats[:, at], label)
+        topk_numbers(pair, first, size, found, loss).run()
+        if into:
+            topk_gradients(pair, made, first, size, 0, pair.tiles, into).run()
 
-    if call.number:
-        pair.number_tokens()
-        _chunks_of_tokens(pair, plan, saved, take)
-    return found
+    return take
+
+
+# ------------------------------------------------------------------------------------------------ a sharded vocabulary
+
+
+def _taking_shard(pair: Pair, loss: Tensor) -> Take:
+    call, options = pair.call, pair.call.options
+    own, token_weight = torch.zeros_like(loss), setup.flat(call.token_weight)
+
+    def take(made: Any, first: int, size: int, into: Any) -> None:
+        at, launched = slice(first, first + size), partial(divergence, pair, made, first, size, 0, pair.tiles)
+        stats, order = pair.stats[:, at], pair.vectors.order[at].long()
+        if pair.tiles:
+            launched({}, loss=own, **UNSCALED | NO_TERMS).run()
+        shares, label = _exchange_softmaxes(pair, at)
+        if pair.tiles:
+            launched({}, loss=own, **UNSCALED, KNOWN=True, HARD=False, STUDENT_MEAN=True, TEACHER_MEAN=True).run()
+        # Under their own probabilities, as they are: where both models are certain, all of a gradient cancels.
+        means = torch.where(shares < TINY, 0, shares * _of_models(stats, MEAN))
+        summed = _gathered(pair, [own[order], *means])[1].sum(0)
+        _of_models(stats, MEAN)[:] = means = summed[1:]
+        if torch.float16 in call.dtypes:
+            # No term is below minus its probability, so a gradient is at most 1 plus twice the sum.
+            bound = (1 + 2 * LN2 * means) * (options.soft_factor / options.temperature) + options.hard_weight
+            _of_models(stats, INVERSE_SCALE)[:] = torch.exp2(bound.clamp(min=1e-30).log2().floor() - 13)
+        value = summed[0] * options.soft_factor
+        if label:
+            _put_label(stats, label)
+            value = value - options.hard_weight * stats[LABEL_LOG_PROB]
+        value = value if token_weight is None else value * token_weight[order]
+        there = torch.arange(first, first + size, device=order.device) < pair.vectors.number
+        loss.index_add_(0, order, torch.where(there, value, 0))  # of a position that isn't there it is 0
+        if into:
+            launched(into).run()
+
+    return take
+
+
+def _of_models(stats: Tensor, row: int, models: int = 2) -> Tensor:
+    """[models, n]: a number of each model."""
+    each = MODELS[1]
+    return stats[row : row + models * each : each]
+
+
+def _gathered(pair: Pair, numbers: Sequence[Tensor]) -> tuple[parallel.Gathered, Tensor]:
+    """What ranks know, and their numbers, [ranks, numbers, n]."""
+    options, shards = pair.call.options, pair.call.shards
+    found = parallel.gather(options.op, shards, numbers, check_values=options.check_inputs)
+    return found, found.sure(torch.stack(found.numbers, 1))
+
+
+def _exchange_softmaxes(pair: Pair, at: slice, topk: Tensor | None = None) -> tuple[Tensor, Sequence[Tensor]]:
+    """Put the whole vocabulary's softmaxes where kernels have left those of this rank's entries, and a top-k teacher's
+    ids' log-probabilities.  Returns the shares of these entries, [models, n], and what `_put_label` takes.
+    """
+    call, tau, models = pair.call, pair.call.options.temperature, 2 if topk is None else 1
+    stats, order = pair.stats[:, at], pair.vectors.order[at].long()
+    maximum, log_sum = (_of_models(stats, row, models) for row in (MAXIMUM, LOG_SUM))
+    if not pair.tiles:
+        stats.fill_(0)
+        log_sum[:], stats[HARD_LOG_SUM] = -math.inf, -math.inf
+    sent, label = [*(maximum / tau + log_sum * LN2)], list[Tensor]()
+    if call.options.hard_weight > 0:
+        own = pair.ids[order, 0]
+        here = (own >= 0) & (own < call.size)
+        sent += [stats[MAXIMUM] + stats[HARD_LOG_SUM], stats[LABEL_LOG_PROB].masked_fill(~here, 0)]
+    known = [] if topk is None else topk[at].unbind(1)[: None if call.topk_rest == "tail" else -1]
+    found, parts = _gathered(pair, [*sent, *known])
+    lse, log_share = parallel.log_sum(parts[:, :models])
+    # A row's maximum is replaced by a number of few bits, whose differences from logits are exact.
+    maximum[:] = (lse * tau).round()
+    log_sum[:] = torch.where(maximum.isfinite(), (lse - maximum / tau) / LN2, 0)
+    if call.options.hard_weight > 0:
+        target, of_label = call.targets()[0].reshape(-1, 1)[order].long(), parts[:, models]
+        total, share = parallel.log_sum(of_label)
+        label = [total, parallel.log_prob_of(target, found, [parts[:, models + 1]], of_label, share)[:, 0]]
+    if topk is not None and call.indices is not None:
+        own, share, ids = parts[:, 0], log_share[:, 0], call.indices.reshape(-1, call.indices.shape[-1])[order]
+        if call.topk_rest == "tail":
+            topk[at, -1] = parallel.log_sum((parts[:, -1] + share).masked_fill(own == -math.inf, -math.inf))[0]
+        of_ids = parts[:, len(sent) : len(sent) + ids.shape[1]].unbind(1)
+        topk[at, :-1] = parallel.log_prob_of(ids, found, of_ids, own, share)
+    return log_share[parallel.group_of(call.shards).rank()].exp(), label
+
+
+def _put_label(stats: Tensor, label: Sequence[Tensor]) -> None:
+    """Leave the whole vocabulary's numbers for the label: the log-sum-exp, and its log-probability."""
+    lse, stats[LABEL_LOG_PROB] = label
+    stats[HARD_LOG_SUM] = lse - stats[MAXIMUM]
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
@@ -280,7 +260,7 @@ def backward(
             if model.logits is not None and wanted[4 * who + 3]:
                 made[4 * who + 3] = g = stated.zero(stated.empty_like(model.logits))
                 into[who] = g.view(tokens, g.shape[-1])
-        if tokens:
+        if tokens and pair.tiles:
             _logit_gradients(pair, {}, 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
         return made
     parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
@@ -295,7 +275,7 @@ def backward(
             if to.hidden is not None:
                 # Not in the memory of hidden's rows, and in float32, since ranks add them up.
                 grads[who] = to._replace(hidden=torch.zeros_like(to.hidden, dtype=torch.float32))
-    waits = _chunks_of_vocabulary(pair, plan, row_scale, saved, grads) if tokens else {}
+    waits = _chunks_of_vocabulary(pair, plan, row_scale, saved, grads) if tokens and pair.tiles else {}
     for who, to in grads.items():
         layer = pair.sides[who].layer
         if to.weight is not None:
