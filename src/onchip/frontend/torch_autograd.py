@@ -51,8 +51,8 @@ def differentiable_once(op: str, grads: Sequence[Tensor | None], *sources: Tenso
 
     It raises for every tensor that `sources` depend on.  `autograd.grad` visits only the tensors that it is asked for,
     and without a path to them from each gradient it would omit a term.  So `sources` are the upstream gradients and an
-    output of the op, from which paths lead to all of its inputs.  That output is a `link` of no elements, since the
-    caller may change the others in place (`loss /= 2`).
+    output of the op, from which paths lead to all of its inputs: one that is kept for backward, or else a `link` of no
+    elements, since the caller may change others in place (`loss /= 2`).
     """
     if not torch.is_grad_enabled():
         return list(grads)

@@ -51,6 +51,9 @@ class Saving(NamedTuple):
     """The name that errors begin with."""
     packed: bool = False
     """Whether `rest` is packed as a registered operator takes it."""
+    link: int | None = None
+    """The place of a kept tensor that is a differentiable output: it is the link of `differentiable_once`, which then
+    needs none of its own."""
 
 
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -239,7 +242,9 @@ class Operator(Generic[C, O]):
         before = outputs
         if any(*self._grads(call)):
             kept, saving = self.saving(call, made, inputs, range(len(inputs)))
-            before = (*outputs, torch_prepared.empty(0, torch.float32, _first(inputs).device))
+            saving = saving._replace(link=self._link(kept, outputs))
+            if saving.link is None:
+                before = (*outputs, torch_prepared.empty(0, torch.float32, _first(inputs).device))
             outputs = self.connect(saving, kept, before, inputs)
         if told is not None:
             if not self.states:
@@ -248,14 +253,21 @@ class Operator(Generic[C, O]):
         return cast(O, self.outputs.build(outputs, ()))
 
     def connect(self, saving: Saving, kept: Made, outputs: Made, inputs: Made, *, plain: bool = False) -> Made:
-        """The outputs connected to the inputs by autograd; the last is a link of no elements: `differentiable_once`.
+        """The outputs connected to the inputs by autograd; the last may be a link of no elements: `Saving.link`.
 
         `plain`: no transform of torch.func is there.  `Function.apply` would look for them, 2 us of 5.
         """
         count = self.differentiable_outputs
         apply = self._apply if plain else self._node.apply
+        if saving.link is not None:
+            return (*apply(self, saving, kept, outputs[:count], *inputs), *outputs[count:])
         *connected, link = apply(self, saving, kept, (*outputs[:count], outputs[-1]), *inputs)
         return (*connected, *outputs[count:-1], link)
+
+    def _link(self, kept: Made, outputs: Made) -> int | None:
+        """The place of a kept tensor that is a differentiable output, and stays one: nobody may change it in place."""
+        ours = [x for x in outputs[: self.differentiable_outputs] if x is not None]
+        return next((i for i, x in enumerate(kept) if i not in self._consumed and any(x is y for y in ours)), None)
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
@@ -329,7 +341,7 @@ class Operator(Generic[C, O]):
         present = [x for x in given if x is not None]
         if not present:
             return [None] * len(self.differentiable)
-        rest, grads, edges, op, packed = ctx.saving
+        rest, grads, edges, op, packed, _ = ctx.saving
         refuse_batches(op, present)
         if ctx.used_up:
             _refuse_second(op, ctx)
@@ -363,7 +375,7 @@ class Operator(Generic[C, O]):
             made[i] = None
         if ctx.used_up and graph_is_kept():
             ctx.used_up = False
-        # The link is an output that no caller has and that none can change in place (`loss /= 2`).
+        # The link is an output that no caller can change in place (`loss /= 2`) without an error.
         return differentiable_once(op, made, *given, link)
 
     def _collected(self, kept: Any, made: Made, wanted: Wanted) -> Made:
@@ -387,6 +399,8 @@ class Operator(Generic[C, O]):
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
         *saved, link = ctx.saved_tensors
         tensors = saved
+        if ctx.saving.link is not None:
+            link = tensors[ctx.saving.link]
         for i, x in ctx.theirs:
             tensors[i] = x
         if self._consumed and graph_is_kept():
@@ -404,7 +418,7 @@ class _Node(torch.autograd.Function):
         ctx: Any, op: Operator[Any, Any], saving: Saving, kept: Made, outputs: Made, *inputs: Tensor | None
     ) -> Any:
         ctx.op = op
-        op.keep(ctx, saving, kept, outputs[-1])
+        op.keep(ctx, saving, kept, outputs[-1] if saving.link is None else None)
         return outputs
 
     @staticmethod
