@@ -43,7 +43,10 @@ class Prepared(NamedTuple):
 
     size: int
     steps: Sequence[Step]
-    results: Sequence[Callable[[list[Any]], Tensor] | None]
+    results: Sequence[int]
+    """The results' places among all tensors; 0, where there never is one, stands for None."""
+    operates: bool
+    """Whether PyTorch's operators run on tensors that are there already, rather than launches and allocations alone."""
     conditions: Sequence[Callable[[], bool]]
     """What must hold."""
     stream: Callable[[], Any]
@@ -56,6 +59,11 @@ class Prepared(NamedTuple):
         return True
 
     def run(self, given: Tensors) -> list[Tensor | None]:
+        tensors = self.tensors(given)
+        return [tensors[i] for i in self.results]
+
+    def tensors(self, given: Tensors) -> list[Tensor | None]:
+        """All tensors that are left, among them the given ones from place 1 on."""
         at: list[Any] = [0] * self.size
         tensors: list[Any] = [None] * self.size
         at[0] = self.stream()
@@ -64,7 +72,7 @@ class Prepared(NamedTuple):
                 tensors[i], at[i] = x, x.data_ptr()
         for step in self.steps:
             step(at, tensors)
-        return [None if find is None else find(tensors) for find in self.results]
+        return tensors
 
 
 class _Geometry(NamedTuple):
@@ -147,6 +155,7 @@ class Builder:
         self._steps: list[tuple[Callable[[_There], Step], set[int], int | None]] = []
         self._shares: dict[int, tuple[int, int]] = {}  # of memory in another one: its place, and bytes before
         self._as_tensors: set[int] = set()
+        self._operates = False
         self._derived: list[_Derived] = []
         self._conditions: dict[Callable[[], bool], None] = {}
         self._driver, index = _driver_of(self._device), self._device.index or 0
@@ -214,6 +223,7 @@ class Builder:
                 find(tensors).zero_()
 
             self._steps.append((lambda _: zero, uses, None))
+            self._operates = True
             return
         size, index = x.numel() * x.element_size(), self._device.index or 0
 
@@ -246,6 +256,7 @@ class Builder:
                     tensors[place], at[place] = x, x.data_ptr()
 
         self._steps.append((lambda _: step, uses, None))
+        self._operates = True
         for place in places:
             if place is not None:
                 self._steps.append((lambda _: lambda *_: None, {place}, None))  # it is freed no earlier
@@ -306,7 +317,7 @@ class Builder:
     def finish(self, results: Tensors) -> Prepared | str:
         """The prepared call, which does the same for other tensors and returns such results; or why there is none."""
         kept: set[int] = set()
-        finders = [None if x is None else self._finder(x, kept) for x in results]
+        places = [self._result(x, kept) for x in results]
         if self.refused:
             return self.refused
         born: dict[int, int] = {}
@@ -325,7 +336,7 @@ class Builder:
             gone = [i for i in sorted(uses - unneeded - kept) if last[i] == n and i > self._given]
             if gone:
                 steps.append(_freeing(gone))
-        return Prepared(self._size, steps, finders, [*self._conditions], self._stream)
+        return Prepared(self._size, steps, places, self._operates, [*self._conditions], self._stream)
 
     def _share(self, small: Sequence[int], born: dict[int, int], last: dict[int, int]) -> Step:
         """Allocate all of this memory at once."""
@@ -378,19 +389,39 @@ class Builder:
                 return derived.address, 0, derived.number
         return *self._address(x, uses), None
 
-    def _finder(self, x: Tensor, uses: set[int]) -> Callable[[list[Any]], Tensor]:
-        """A function that finds such a tensor among the list's tensors."""
+    def _find(self, x: Tensor, uses: set[int]) -> tuple[int, _Geometry | None]:
+        """The place of the tensor of x's memory, and x's geometry in there unless it is that tensor."""
         place = self._places.get(x.untyped_storage()._cdata)
         if place is None:
             self.refuse(_UNKNOWN)
-            return lambda tensors: tensors[0]
+            return 0, None
         uses.add(place)
         self._as_tensors.add(place)
         memory = self._memory[place]
         geometry = _Geometry.of(x, x.data_ptr() - memory.address if x.numel() else 0)
-        if geometry == memory.geometry:
+        return place, None if geometry == memory.geometry else geometry
+
+    def _finder(self, x: Tensor, uses: set[int]) -> Callable[[list[Any]], Tensor]:
+        """A function that finds such a tensor among the list's tensors."""
+        place, geometry = self._find(x, uses)
+        if geometry is None:
             return lambda tensors: tensors[place]
         return lambda tensors: geometry.view(tensors[place])
+
+    def _result(self, x: Tensor | None, kept: set[int]) -> int:
+        """The place of a result; one that is in another tensor's memory gets its own, by a last step."""
+        if x is None:
+            return 0
+        place, geometry = self._find(x, kept)
+        if geometry is None:
+            return place
+        new, self._operates = self._new(), True
+
+        def step(_: list[Any], tensors: list[Any]) -> None:
+            tensors[new] = geometry.view(tensors[place])
+
+        self._steps.append((lambda _: step, {place}, None))
+        return new
 
     def _argument(self, x: Any, uses: set[int]) -> Callable[[list[Any]], Any]:
         if isinstance(x, Tensor):

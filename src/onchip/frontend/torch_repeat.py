@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, wraps
+from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,9 +30,10 @@ from onchip.frontend.torch_builder import Builder, Prepared, versions
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_prepared import SEEN_ONCE, Known, is_shared
 from onchip.frontend.torch_refusals import refused_together
-from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
+from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator, is_elsewhere
 
 F = TypeVar("F", bound=Callable[..., Any])
+Places = Sequence[tuple[Tensor | None, int]]
 
 # What else an argument may be, told apart by its value and its type: 1, 1.0 and True are different options.
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
@@ -151,15 +153,13 @@ def _is_frozen(kind: type) -> bool:
 
 
 class _Known(NamedTuple):
-    """How a call is repeated.  Its functions pick from a list: the prepared results, then the call's tensors, then
-    None.
-    """
+    """How a call is repeated.  Its functions pick from the prepared call's tensors."""
 
     prepared: Prepared
     operator: Operator[Any, Any] | None
     """The operator that attaches autograd; None if no gradient is needed."""
-    outputs: int
-    """How many of the results, the first ones, are the operator's outputs, with the link."""
+    outputs: Callable[[Made], Made]
+    """Picks the operator's outputs, with the link."""
     inputs: Callable[[Made], Made]
     """Picks the differentiable tensors."""
     kept: Callable[[Made], Made]
@@ -167,16 +167,19 @@ class _Known(NamedTuple):
     saving: Saving | None
     """What else it keeps."""
     result: Callable[[Made], Any]
-    """Makes what the caller gets."""
+    """Makes what the caller gets, of the operator's outputs and of these tensors."""
 
     def run(self, given: Sequence[Tensor]) -> Any:
-        with inside_operator(given[0]):
-            there = (*self.prepared.run(given), *given, None)
-        if self.operator is not None and self.saving is not None:
-            outputs, kept = self.outputs, self.kept(there)
-            made = self.operator.connect(self.saving, kept, there[:outputs], self.inputs(there), plain=True)
-            there = (*made, *there[outputs:])
-        return self.result(there)
+        prepared = self.prepared
+        if prepared.operates or is_elsewhere(given[0]):
+            with inside_operator(given[0]):
+                there = prepared.tensors(given)
+        else:
+            there = prepared.tensors(given)  # launches don't depend on what they are inside of
+        if self.operator is None or self.saving is None:
+            return self.result(there)
+        made = self.operator.connect(self.saving, self.kept(there), self.outputs(there), self.inputs(there), plain=True)
+        return self.result([*made, *there])
 
 
 def _prepare(
@@ -205,35 +208,32 @@ def _prepare(
     prepared = told.finish(fresh)
     if isinstance(prepared, str):
         return result, prepared
-    places: list[Tensor | None] = [*fresh, *given]
-    if not seen:
-        return result, _Known(prepared, None, 0, tuple, tuple, None, _maker(result, places))
+    of_given: Places = [(None, 0), *zip(given, count(1))]
+    there: Places = [*zip(fresh, prepared.results, strict=True), *of_given]
+    if not seen or seen[0].saving is None:
+        return result, _Known(prepared, None, tuple, tuple, tuple, None, _maker(result, there))
     ((operator, saving, of_node, inputs, before, after, _),) = seen
-    maker = _maker(result, [*after, *places[len(before) :]])
-    if saving is None:
-        return result, _Known(prepared, None, 0, tuple, tuple, None, maker)
     try:
-        at = [_place(x, places[len(before) :], len(before)) for x in inputs]
-        kept = [_place(x, places) for x in of_node]
+        differentiable = _picker(inputs, of_given)
     except LookupError:
         return result, "a differentiable tensor is made of the arguments"
-    return result, _Known(prepared, operator, len(before), _picker(at), _picker(kept), saving, maker)
+    maker = _maker(result, [*zip(after, count()), *[(x, len(after) + i) for x, i in there]])
+    outputs_of, kept_of = _picker(before, there), _picker(of_node, there)
+    return result, _Known(prepared, operator, outputs_of, differentiable, kept_of, saving, maker)
 
 
-def _picker(places: Sequence[int | None]) -> Callable[[Made], Made]:
-    """A function that picks these places of a list; None stands for the last, which holds None."""
-    of = [-1 if i is None else i for i in places]
-    return itemgetter(*of) if len(of) > 1 else lambda there: [there[i] for i in of]
+def _picker(tensors: Made, there: Places) -> Callable[[Made], Made]:
+    """A function that picks these from a list where tensors have these places."""
+    places = [_place(x, there) for x in tensors]
+    return itemgetter(*places) if len(places) > 1 else lambda there: [there[i] for i in places]
 
 
 def _is_in(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     return any(x is y for y in tensors)
 
 
-def _place(x: Tensor | None, places: Sequence[Tensor | None], first: int = 0) -> int | None:
-    if x is None:
-        return None
-    for i, y in enumerate(places, first):
+def _place(x: Tensor | None, there: Places) -> int:
+    for y, i in there:
         if y is x:
             return i
     raise LookupError
@@ -250,11 +250,11 @@ def _leaves(x: Any) -> list[Tensor]:
     return []
 
 
-def _maker(result: Any, places: Sequence[Tensor | None]) -> Callable[[Made], Any]:
-    """A function that makes such a result from a list with the tensors in the same order."""
+def _maker(result: Any, places: Places) -> Callable[[Made], Any]:
+    """A function that makes such a result from a list where tensors have these places."""
     if isinstance(result, Tensor):
         place = _place(result, places)
-        return lambda there: there[place]  # type: ignore[index]
+        return lambda there: there[place]
     if isinstance(result, tuple):
         parts = [_maker(x, places) for x in result]
         of = getattr(result, "_make", tuple)
