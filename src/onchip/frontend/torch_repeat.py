@@ -30,7 +30,7 @@ from onchip.frontend.torch_builder import Builder, Prepared, versions
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_prepared import SEEN_ONCE, Known, is_shared
 from onchip.frontend.torch_refusals import refused_together
-from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator, is_elsewhere
+from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
 
 F = TypeVar("F", bound=Callable[..., Any])
 Places = Sequence[tuple[Tensor | None, int]]
@@ -170,9 +170,9 @@ class _Known(NamedTuple):
     """Makes what the caller gets, of the operator's outputs and of these tensors."""
 
     def run(self, given: Sequence[Tensor]) -> Any:
-        prepared = self.prepared
-        if prepared.operates or is_elsewhere(given[0]):
-            with inside_operator(given[0]):
+        prepared, first = self.prepared, given[0]
+        if prepared.operates or (first.is_cuda and first.get_device() != torch.cuda.current_device()):
+            with inside_operator(first):
                 there = prepared.tensors(given)
         else:
             there = prepared.tensors(given)  # launches don't depend on what they are inside of

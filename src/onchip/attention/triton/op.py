@@ -39,9 +39,8 @@ class KernelOutputs(NamedTuple):
     """The operator's outputs."""
 
     out: Tensor  # [B, Tq, Hq, Dv], or in the layout
-    lse: Tensor  # [B, Tq, Hq], or in the layout; in either a head's numbers are next to each other
-    table: Tensor  # [B or 1, entries, 8] int32: ranges of keys
-    stops: Tensor | None  # [B or 1, key tiles, 2] int32: the least and the largest stop of each
+    lse: Tensor | None  # if it is returned: [B, Tq, Hq], or in the layout; a head's numbers are next to each other
+    held: Tensor  # int32: the rest of what backward needs, in one piece of memory (problem.held_numbers)
 
 
 class KernelKept(NamedTuple):
@@ -54,10 +53,9 @@ class KernelKept(NamedTuple):
     start: Tensor
     end: Tensor
     stop: Tensor | None
-    table: Tensor
-    stops: Tensor | None
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
+    held: Tensor
     whole: bool
     scale: float
     problem: AttentionProblem
@@ -98,26 +96,36 @@ def _kernels(x: Tensor, p: AttentionProblem) -> Any:
 
 
 def _fake(call: KernelCall) -> KernelOutputs:
-    p, q, sequences = call.problem, call.cast_q, call.start.shape[0]
-    (*lead, _), lse = q.shape, stated.empty((p.batch, p.heads, p.queries), torch.float32, q.device)
-    return KernelOutputs(
-        stated.empty((*lead, p.value_size), q.dtype, q.device),
-        lse.transpose(1, 2) if call.options.layout == "bthd" else lse,
-        stated.empty((sequences, problem.entries_of(p.queries), 8), torch.int32, q.device),
-        None if call.stop is None else stated.empty((sequences, problem.tiles_of(p.keys), 2), torch.int32, q.device),
-    )
+    p, q, lse = call.problem, call.cast_q, None
+    if call.options.return_lse:
+        lse = stated.empty((p.batch, p.heads, p.queries), torch.float32, q.device)
+        lse = lse.transpose(1, 2) if call.options.layout == "bthd" else lse
+    numbers = problem.held_numbers(p, call.start.shape[0], stop=call.stop is not None, lse=lse is None)
+    held = stated.empty(sum(numbers), torch.int32, q.device)
+    return KernelOutputs(stated.empty((*q.shape[:-1], p.value_size), q.dtype, q.device), lse, held)
+
+
+def _held(x: KernelCall | KernelKept, lse: Tensor | None, held: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """The mask with its tables, lse, and forward's counter."""
+    from onchip.attention.triton import launches
+
+    p, sequences, stop = x.problem, x.start.shape[0], x.stop is not None
+    counter, ranges, of_stops, of_lse = held.split(problem.held_numbers(p, sequences, stop=stop, lse=lse is None))
+    entries, tiles = problem.entries_of(p.queries), problem.tiles_of(p.keys)
+    table = ranges[: sequences * entries * 8].view(sequences, entries, 8)
+    stops = of_stops[: sequences * tiles * 2].view(sequences, tiles, 2) if stop else None
+    mask = launches.Masked(x.start, x.end, x.stop, table, stops)
+    return mask, of_lse.view(torch.float32) if lse is None else lse, counter
 
 
 def _forward(call: KernelCall) -> KernelOutputs:
     from onchip.attention.triton import launches
 
-    made, p = _fake(call), call.problem
-    mask = launches.Masked(call.start, call.end, call.stop, made.table, made.stops)
-    counter = stated.empty(1, torch.int32, call.cast_q.device)
+    made, p, options = _fake(call), call.problem, call.options
+    mask, lse, counter = _held(call, made.lse, made.held)
     launches.query_table(p, mask, counter).run()
-    options = call.options
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
-    _kernels(q, p).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse, counter).run()
+    _kernels(q, p).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, lse, counter).run()
     return made
 
 
@@ -141,9 +149,9 @@ def _copied(x: Tensor) -> Tensor:
 def _save(call: KernelCall, made: KernelOutputs) -> KernelKept:
     given = call.q, call.k, call.v, call.q if call.sinks is None else call.sinks
     return KernelKept(
-        call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.table,
-        None if call.stop is None else made.stops, made.out, made.lse, call.whole, call.scale, call.problem,
-        call.options, tuple(x.dtype for x in given),
+        call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.out,
+        made.lse if call.options.return_lse else None, made.held, call.whole, call.scale, call.problem, call.options,
+        tuple(x.dtype for x in given),
     )  # fmt: skip
 
 
@@ -157,14 +165,14 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     if grad_lse is not None and options.layout == "bhtd":
         grad_lse = grad_lse.transpose(1, 2)
     q, k, v, out, grad_out = (_by_token(x, options) for x in (kept.q, kept.k, kept.v, kept.out, grad_out))
-    mask = launches.Masked(kept.start, kept.end, kept.stop, kept.table, kept.stops)
+    mask, lse, _ = _held(kept, kept.lse, kept.held)
     planes = p.batch * p.heads
     of_rows = stated.empty((planes, 2, problem.padded(p.queries)), torch.float32, device)
     of_sinks = None
     if wanted[3]:
         few = problem.padded(p.queries) // problem.FEW_ROWS
         of_sinks = stated.empty((p.heads, p.batch * few), torch.float32, device)
-    launches.gradient_rows(p, out, grad_out, kept.lse, grad_lse, kept.sinks, of_rows, of_sinks).run()
+    launches.gradient_rows(p, out, grad_out, lse, grad_lse, kept.sinks, of_rows, of_sinks).run()
     made = _gradients_in(kept, wanted, [dtype] * 3)
     into = [None if x is None else _by_token(x, options) for x in made[:3]]
     walks = _in_one_walk if _is_fused(kept, wanted) else _in_two_walks

@@ -18,6 +18,8 @@ LARGEST_FUSED_HEAD, LARGEST_PAIRED_HEAD = 64, 128
 TICKETS = 4
 # Rows of their sums for a block of queries and 64 of its numbers, and numbers of a row.
 SUM_ROWS, SUM_COLUMNS = 16, 256
+# Numbers of 4 bytes in a line of the cache.
+_LINE = 32
 # Offsets have 32 bits, and a grid's second dimension counts the heads of all sequences.
 _MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
 
@@ -123,6 +125,15 @@ def sums_of(p: AttentionProblem) -> tuple[int, int]:
     return p.batch * p.heads * entries_of(p.queries) * sum_parts(p) * SUM_ROWS, SUM_COLUMNS
 
 
+def held_numbers(p: AttentionProblem, sequences: int, *, stop: bool, lse: bool) -> list[int]:
+    """How many numbers of 4 bytes lie one after the other in what forward leaves beside its results, each part in lines
+    of its own: forward's counter of tiles, each query tile's ranges of keys [sequences, entries, 8], each key tile's
+    least and largest stop [sequences, tiles, 2], and each query's lse [B, Hq, Tq].
+    """
+    ranges, stops = 8 * sequences * entries_of(p.queries), stop * 2 * sequences * tiles_of(p.keys)
+    return [-(-n // _LINE) * _LINE for n in (1, ranges, stops, lse * p.batch * p.heads * p.queries)]
+
+
 def memory_parts(
     p: AttentionProblem, sequences: int, *, backward: bool, sinks: bool, fused: bool = False
 ) -> dict[str, int]:
@@ -131,10 +142,11 @@ def memory_parts(
     """
     planes = p.batch * p.heads
     kept = "kept until backward: " if backward else ""
+    counter, of_tiles, of_stops, of_lse = held_numbers(p, sequences, stop=True, lse=True)
     parts = {
-        f"{kept}lse": 4 * planes * p.queries,
-        f"{kept}ranges of keys": sequences * (32 * entries_of(p.queries) + 8 * tiles_of(p.keys)),
-        "counter of tiles": 4,
+        f"{kept}lse": 4 * of_lse,
+        f"{kept}ranges of keys": 4 * (of_tiles + of_stops),
+        f"{kept}counter of tiles": 4 * counter,
     }
     if backward:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)

@@ -3,7 +3,7 @@
 It checks its inputs, lowers the mask and calls the operator of `onchip.attention.torch`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Literal, overload
@@ -174,13 +174,11 @@ def attention(
     if chosen == "plain":
         rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=backward, softcap=softcap is not None)
     whole = [x if x.ndim == 4 else x[None] for x in (q, k, v)]
-    if chosen == "triton":
-        out, lse = _by_kernels(whole, mask, sinks, scale_used, dtype, p, options, grads)
-    else:
-        out, lse = _by_products(whole, mask, sinks, scale_used, dtype, p, options, grads)
+    compute: Callable[..., tuple[Tensor, Tensor | None]] = _by_kernels if chosen == "triton" else _by_products
+    out, lse = compute(whole, mask, sinks, scale_used, dtype, p, options, grads)
     if q.ndim == 3:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_lse else out
+        out, lse = out[0], lse if lse is None else lse[0]
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def _by_products(
@@ -202,7 +200,8 @@ def _by_products(
 def _by_kernels(
     given: Sequence[Tensor], mask: Mask, sinks: Tensor | None, scale: float, dtype: torch.dtype, p: AttentionProblem,
     options: AttentionOptions, grads: tuple[bool, ...],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out and, if it is returned, lse by the kernels."""
     q, k, v = given
     if torch.compiler.is_compiling():
         start, end, stop = _as_kernels_read(mask.ranges(p.batch, p.queries, p.keys, q))
