@@ -451,6 +451,27 @@ def is_whole(mask: Mask) -> bool:
     return mask._whole if isinstance(mask, Intervals) else isinstance(mask, Full | Causal)
 
 
+def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
+    """The start and end of query 0, if each query's lie one key after those of the query before; None: no such bound.
+
+    Of other masks than `Full`, `Causal`, `Window` and these combined None.
+    """
+    if isinstance(mask, Both):
+        a, b = band_of(mask.a), band_of(mask.b)
+        if a is None or b is None:
+            return None
+        starts, ends = ([x for x in side if x is not None] for side in zip(a, b, strict=True))
+        return max(starts, default=None), min(ends, default=None)
+    if isinstance(mask, Full):
+        return None, None
+    if isinstance(mask, Causal):
+        return None, mask.offset + 1
+    if isinstance(mask, Window):
+        left, right, offset = mask.left, mask.right, mask.offset
+        return None if left is None else offset - left, None if right is None else offset + right + 1
+    return None
+
+
 def check_mask_values(mask: Mask) -> None:
     """Raise for an id that comes back after another one, if values can be read."""
     for field in fields(mask):
