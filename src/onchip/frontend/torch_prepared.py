@@ -225,5 +225,6 @@ def kind_of(tensors: Tensors) -> Hashable:
         made += x.dtype, x.shape, x.stride(), x.get_device(), address % aligned and address & -address
         addresses.append(address)
     if len(set(addresses)) < len(addresses):
-        made.append(tuple([addresses.index(address) for address in addresses]))
+        ids = [id(x) for x in tensors]  # a gradient goes to the tensor, not to its memory
+        made += tuple([addresses.index(address) for address in addresses]), tuple([ids.index(x) for x in ids])
     return tuple(made)

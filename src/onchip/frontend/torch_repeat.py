@@ -102,10 +102,6 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
     if not given or not torch_prepared.is_prepared(given[0]):
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None  # that of CUDA
-    if len(given) > 1:
-        known = [id(x) for x in given]
-        if len(set(known)) < len(known):  # a gradient goes to the tensor, not to its memory
-            rest += [known.index(x) for x in known]
     try:
         tensors = torch_prepared.kind_of(given)
     except RuntimeError:  # without storage or strides
