@@ -35,7 +35,7 @@ from onchip.attention.triton.common import (
     new_ring,
     products_layout,
 )
-from onchip.attention.triton.key_gradient import key_entry, row_numbers
+from onchip.attention.triton.key_gradient import copy_queries, key_entry, key_place, queries_see, row_numbers
 from onchip.kernels.triton.gluon import add_out, barrier, copy_in, copy_out, new_barriers
 
 # Numbers that the table of query tiles has for a block of queries.
@@ -101,13 +101,47 @@ def as_registers(x):
 
 
 @gluon.jit
+def new_memory(
+    q, d_out, k, v, of_rows, sums, ROWS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """The rings of queries, a tile's keys and values, the scores' gradients of two blocks, and pieces of sums."""
+    of_q = new_ring(q, STAGES, 2)
+    of_d_out = new_ring(d_out, STAGES, 2)
+    vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
+    ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
+    vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
+    between: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    dss = gl.allocate_shared_memory(k.dtype, [4, HALF, ROWS], between)
+    dqs = gl.allocate_shared_memory(gl.float32, [PIECES] + sums.block_shape, sums.layout)
+    return of_q, of_d_out, vectors, ks, vs, dss, dqs
+
+
+@gluon.jit
+def take_tile(counters, heads, group, tiles):
+    """A program's tile, sequence and key head, once all barriers are made."""
+    fence_async_shared()
+    barrier()
+    ticket = gl.atomic_add(counters, 1)
+    barrier()  # all have it before its memory is used again
+    # A plane's tiles come in order, and under a causal mask the first one is the longest.
+    return key_place(ticket, heads, group, tiles)
+
+
+@gluon.jit
+def leave(x, into, at, block):
+    """Store a group's half of a tile by way of this block of shared memory."""
+    matrix(block).store(x.to(into.dtype))
+    fence_async_shared()
+    barrier()
+    copy_out(into, at, block)
+
+
+@gluon.jit
 def copy_blocks(
     rings, q, d_out, k, v, of_rows, mask, sizes, n, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """The keys and values of a tile, and all blocks of queries that it walks over, from the last."""
     of_q, of_d_out, vectors, ks, vs, k_full = rings
-    qs, q_full, q_empty = of_q
-    d_outs, d_out_full, d_out_empty = of_d_out
     start, end, table, of_queries = mask
     queries, keys, heads, group, tiles, blocks, own = sizes
     t, b, h = n
@@ -120,16 +154,7 @@ def copy_blocks(
     g = 0
     for step in range(group * (last - first)):
         head = h * group + g
-        s = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(q_empty.index(s), phase ^ 1)
-        mbarrier.expect(q_full.index(s), ROWS * D * 2 + 2 * ROWS * 4)
-        copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
-        for which in gl.static_range(2):
-            copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), vectors.index(2 * s + which))
-        mbarrier.wait(d_out_empty.index(s), phase ^ 1)
-        mbarrier.expect(d_out_full.index(s), ROWS * D * 2)
-        copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
+        copy_queries((of_q, None, of_d_out, vectors), q, None, d_out, of_rows, b, head, heads, j, step, ROWS, STAGES)
         g += 1
         if g == group:
             g = 0
@@ -220,11 +245,7 @@ def probabilities(x, vectors, s, j, mask, key, scale, softcap, of_mask, queries,
     factor = (scale if softcap is None else softcap) * LOG2E
     p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
     if hidden:
-        row = anew(j) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
-        at = of_mask.to(gl.int64) * queries + row
-        start = gl.load(start_p + at, mask=row < queries, other=0)
-        end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
-        p = gl.where((key[:, None] >= start[None, :]) & (key[:, None] < end[None, :]), p, 0.0)
+        p = gl.where(queries_see(anew(j), start_p, end_p, None, key, of_mask, queries, keys, ROWS), p, 0.0)
     return x, p
 
 
@@ -288,15 +309,9 @@ def _differentiate(
             j -= 1
     # Where none sees a key, what isn't a number is in no sum.
     sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
-    matrix(vs.index(W)).store(sum_v.to(grad_v.dtype))
-    fence_async_shared()
-    barrier()
-    copy_out(grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
+    leave(sum_v, grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
     mbarrier.wait(k_free, 0)
-    matrix(ks.index(W)).store(sum_k.to(grad_k.dtype))
-    fence_async_shared()
-    barrier()
-    copy_out(grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
+    leave(sum_k, grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
     tma.store_wait(0)
 
 
@@ -310,14 +325,7 @@ def fused_gradient(
     blocks of ROWS queries.  `sums` [B * Hq * blocks * SUM_ROWS, 256] float32 begins as anything, `counters` [TICKETS +
     B * Hq * blocks] as 0.  A program has a tile.
     """
-    of_q = new_ring(q, STAGES, 2)
-    of_d_out = new_ring(d_out, STAGES, 2)
-    vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
-    ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
-    vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
-    between: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    dss = gl.allocate_shared_memory(k.dtype, [4, HALF, ROWS], between)
-    dqs = gl.allocate_shared_memory(gl.float32, [PIECES] + sums.block_shape, sums.layout)
+    of_q, of_d_out, vectors, ks, vs, dss, dqs = new_memory(q, d_out, k, v, of_rows, sums, ROWS, STAGES, PIECES)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -328,13 +336,7 @@ def fused_gradient(
     k_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
     mbarrier.init(k_free, count=1)
-    fence_async_shared()
-    barrier()
-    ticket = gl.atomic_add(counters, 1)
-    barrier()  # all have it before its memory is used again
-    # A plane's tiles come in order, and under a causal mask the first one is the longest.
-    key_heads = heads // group
-    n = ticket // key_heads % tiles, ticket // key_heads // tiles, ticket % key_heads
+    n = take_tile(counters, heads, group, tiles)
     counters += TICKETS
     rings = of_q, of_d_out, vectors, ks, vs, k_full
     of_ds = dss, ds_full, ds_free

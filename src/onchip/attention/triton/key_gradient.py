@@ -21,6 +21,7 @@ from onchip.attention.triton.common import (
     REGISTERS,
     TILE,
     capped,
+    columns_of,
     factor_layout,
     matrix,
     new_ring,
@@ -41,15 +42,42 @@ def key_entry(table, t, of_mask, tiles):
 
 
 @gluon.jit
-def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    of_q, of_d_out, vectors, ks, vs, k_full = rings
+def key_place(ticket, heads, group, tiles):
+    """The tile, sequence and key head of a ticket, or of a program: a tile's heads come together."""
+    key_heads = heads // group
+    n = gl.program_id(0) if ticket is None else ticket
+    return n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+
+
+@gluon.jit
+def copy_queries(
+    rings, q, q_rest, d_out, of_rows, b, head, heads, j, step, ROWS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Block j of a head's queries, with their numbers and gradients of out, to the rings' place of this step."""
+    of_q, qs_rest, of_d_out, vectors = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
+    s = step % STAGES
+    phase = (step // STAGES) & 1
+    mbarrier.wait(q_empty.index(s), phase ^ 1)
+    mbarrier.expect(q_full.index(s), ROWS * columns_of(q, q_rest) * 2 + 2 * ROWS * 4)
+    copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
+    if q_rest is not None:
+        copy_in(q_rest, [b, head, j * ROWS, q.block_shape[-1]], q_full.index(s), qs_rest.index(s))
+    for which in gl.static_range(2):
+        into = vectors.index(2 * s + which)
+        copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), into)
+    mbarrier.wait(d_out_empty.index(s), phase ^ 1)
+    mbarrier.expect(d_out_full.index(s), ROWS * d_out.block_shape[-1] * 2)
+    copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
+
+
+@gluon.jit
+def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    of_q, of_d_out, vectors, ks, vs, k_full = rings
     start, end, stop, table = mask
     queries, keys, heads, group, tiles, own = sizes
-    key_heads = heads // group
-    n = gl.program_id(0)
-    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    t, b, h = key_place(None, heads, group, tiles)
     first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
     mbarrier.expect(k_full, 2 * TILE * D * 2)
     for w in gl.static_range(2):
@@ -59,17 +87,9 @@ def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl
     for g in range(group):
         head = h * group + g
         for j in range(first, last):
-            s = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(q_empty.index(s), phase ^ 1)
-            mbarrier.expect(q_full.index(s), ROWS * D * 2 + 2 * ROWS * 4)
-            copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
-            for which in gl.static_range(2):
-                into = vectors.index(2 * s + which)
-                copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), into)
-            mbarrier.wait(d_out_empty.index(s), phase ^ 1)
-            mbarrier.expect(d_out_full.index(s), ROWS * D * 2)
-            copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
+            copy_queries(
+                (of_q, None, of_d_out, vectors), q, None, d_out, of_rows, b, head, heads, j, step, ROWS, STAGES
+            )
             step += 1
 
 
@@ -77,6 +97,19 @@ def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl
 def row_numbers(vectors, s, which: gl.constexpr, ROWS: gl.constexpr):
     """Numbers of the queries of a stage, one a column."""
     return vectors.index(2 * s + which).reshape([ROWS]).load(gl.SliceLayout(0, products_layout(ROWS)))
+
+
+@gluon.jit
+def queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS: gl.constexpr):
+    """Of each pair of a key and a query of block j; `until`: the keys' stops, if there are any."""
+    row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
+    at = of_mask.to(gl.int64) * queries + row
+    start = gl.load(start_p + at, mask=row < queries, other=0)
+    end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
+    seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
+    if until is not None:
+        seen = seen & (row[None, :] < until[:, None])
+    return seen
 
 
 @gluon.jit
@@ -91,14 +124,7 @@ def _probabilities(
     factor = (scale if softcap is None else softcap) * LOG2E
     p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
     if hidden:
-        row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
-        at = of_mask.to(gl.int64) * queries + row
-        start = gl.load(start_p + at, mask=row < queries, other=0)
-        end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
-        seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-        if until is not None:
-            seen = seen & (row[None, :] < until[:, None])
-        p = gl.where(seen, p, 0.0)
+        p = gl.where(queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS), p, 0.0)
     return x, p
 
 
@@ -114,9 +140,7 @@ def _differentiate(
     queries, keys, heads, group, tiles, own = sizes
     layout: gl.constexpr = products_layout(ROWS)
     of_sums: gl.constexpr = products_layout(D)
-    key_heads = heads // group
-    n = gl.program_id(0)
-    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    t, b, h = key_place(None, heads, group, tiles)
     of_mask = b * own
     first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
     key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))

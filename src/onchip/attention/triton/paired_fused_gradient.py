@@ -22,12 +22,20 @@ from onchip.attention.triton.common import (
     anew,
     factor_layout,
     matrix,
-    new_ring,
     products_layout,
 )
-from onchip.attention.triton.fused_gradient import TICKETS, as_registers, copy_blocks, probabilities, write_sums
+from onchip.attention.triton.fused_gradient import (
+    TICKETS,
+    as_registers,
+    copy_blocks,
+    leave,
+    new_memory,
+    probabilities,
+    take_tile,
+    write_sums,
+)
 from onchip.attention.triton.key_gradient import key_entry, row_numbers
-from onchip.kernels.triton.gluon import barrier, copy_out, named_sync, new_barriers
+from onchip.kernels.triton.gluon import barrier, named_sync, new_barriers
 
 # The hardware barrier of both groups, after those of all groups that `warp_specialize` makes.
 _BOTH = gl.constexpr(8)
@@ -106,15 +114,9 @@ def _differentiate(
             j -= 1
     # Where none sees a key, what isn't a number is in no sum.
     sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
-    matrix(vs.index(W)).store(sum_v.to(grad_v.dtype))
-    fence_async_shared()
-    barrier()
-    copy_out(grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
+    leave(sum_v, grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
     _meet()  # both have read all keys
-    matrix(ks.index(W)).store(sum_k.to(grad_k.dtype))
-    fence_async_shared()
-    barrier()
-    copy_out(grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
+    leave(sum_k, grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
     tma.store_wait(0)
 
 
@@ -127,23 +129,12 @@ def paired_fused_gradient(
     """As `fused_gradient`, with D 128, `sums` [B * Hq * blocks * 2 * SUM_ROWS, 256] and `counters` [TICKETS + B * Hq *
     blocks * 2]: a block of queries has two halves of their numbers.
     """
-    of_q = new_ring(q, STAGES, 2)
-    of_d_out = new_ring(d_out, STAGES, 2)
-    vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
-    ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
-    vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
-    between: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    dss = gl.allocate_shared_memory(k.dtype, [4, HALF, ROWS], between)
-    dqs = gl.allocate_shared_memory(gl.float32, [2] + sums.block_shape, sums.layout)
+    BOTH: gl.constexpr = 2
+    of_q, of_d_out, vectors, ks, vs, dss, dqs = new_memory(q, d_out, k, v, of_rows, sums, ROWS, STAGES, BOTH)
     dq_full, dq_empty = new_barriers(2)
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
-    fence_async_shared()
-    barrier()
-    ticket = gl.atomic_add(counters, 1)
-    barrier()  # all have it before its memory is used again
-    key_heads = heads // group
-    n = ticket // key_heads % tiles, ticket // key_heads // tiles, ticket % key_heads
+    n = take_tile(counters, heads, group, tiles)
     counters += TICKETS
     rings = of_q, of_d_out, vectors, ks, vs, k_full
     of_dq = dqs, dq_full, dq_empty
@@ -151,7 +142,6 @@ def paired_fused_gradient(
     sizes = queries, keys, heads, group, tiles, blocks, own
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    BOTH: gl.constexpr = 2
     gl.warp_specialize(
         [
             (

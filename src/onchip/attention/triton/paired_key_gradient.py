@@ -28,7 +28,7 @@ from onchip.attention.triton.common import (
     new_ring,
     products_layout,
 )
-from onchip.attention.triton.key_gradient import key_entry
+from onchip.attention.triton.key_gradient import key_entry, key_place, queries_see
 from onchip.kernels.triton.gluon import barrier, copy_in, copy_out, new_barriers
 
 # Blocks of queries between the groups.
@@ -40,9 +40,7 @@ def _place(table, sizes, ROWS: gl.constexpr):
     """A program's tile, sequence and head, and its ranges of blocks, as `key_entry` has them."""
     queries, keys, heads, group, tiles, own = sizes
     MANY: gl.constexpr = HALF // ROWS
-    key_heads = heads // group
-    n = gl.program_id(0)
-    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    t, b, h = key_place(None, heads, group, tiles)
     first, last, full_first, full_last, any_sees = key_entry(table, t, b * own, tiles)
     return t, b, h, first * MANY, last * MANY, full_first * MANY, full_last * MANY, any_sees
 
@@ -75,21 +73,6 @@ def _copy(rings, q, d_out, k, v, of_rows, table, sizes, ROWS: gl.constexpr, STAG
             copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
             copy_in(of_rows, [at + 1, j * ROWS], d_out_full.index(s), of_delta.index(s))
             step += 1
-
-
-@gluon.jit
-def _are_seen(j, mask, until, key, of_mask, sizes, ROWS: gl.constexpr):
-    """Of each pair of a key and a query of block j."""
-    start_p, end_p, stop, table = mask
-    queries, keys, heads, group, tiles, own = sizes
-    row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
-    at = of_mask.to(gl.int64) * queries + row
-    start = gl.load(start_p + at, mask=row < queries, other=0)
-    end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
-    seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-    if until is not None:
-        seen = seen & (row[None, :] < until[:, None])
-    return seen
 
 
 @gluon.jit
@@ -138,7 +121,7 @@ def _sum_values(rings, grad_v, mask, scale, softcap, sizes, ROWS: gl.constexpr, 
         fence_async_shared()  # these numbers may be overwritten
         mbarrier.arrive(q_empty.index(s), count=1)
         if hidden:
-            p = gl.where(_are_seen(j, mask, until, key, of_mask, sizes, ROWS), p, 0.0)
+            p = gl.where(queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS), p, 0.0)
         passes = p if softcap is None else p * (1 - x * x)
         at = step % PASSED
         mbarrier.wait(is_taken.index(at), ((step // PASSED) & 1) ^ 1)

@@ -29,7 +29,7 @@ from onchip.attention.triton.common import (
     product_of_wide,
     products_layout,
 )
-from onchip.attention.triton.key_gradient import key_entry, row_numbers
+from onchip.attention.triton.key_gradient import copy_queries, key_entry, key_place, queries_see, row_numbers
 from onchip.kernels.triton.gluon import barrier, copy_in, copy_out
 
 # Columns of q and k, of which products take those that values have and then the rest.
@@ -47,13 +47,9 @@ def _range(table, t, of_mask, tiles, ROWS: gl.constexpr):
 @gluon.jit
 def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr):
     of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full = rings
-    qs, q_full, q_empty = of_q
-    d_outs, d_out_full, d_out_empty = of_d_out
     start, end, stop, table = mask
     queries, keys, heads, group, tiles, own = sizes
-    key_heads = heads // group
-    n = gl.program_id(0)
-    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    t, b, h = key_place(None, heads, group, tiles)
     first, last, _first, _last, _any = _range(table, t, b * own, tiles, ROWS)
     mbarrier.expect(k_full, TILE * (WIDE + VALUES) * 2)
     for w in gl.static_range(2):
@@ -65,34 +61,9 @@ def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.
     for g in range(group):
         head = h * group + g
         for j in range(first, last):
-            s = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(q_empty.index(s), phase ^ 1)
-            mbarrier.expect(q_full.index(s), ROWS * WIDE * 2 + 2 * ROWS * 4)
-            copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
-            copy_in(q_rest, [b, head, j * ROWS, VALUES], q_full.index(s), qs_rest.index(s))
-            for which in gl.static_range(2):
-                into = vectors.index(2 * s + which)
-                copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), into)
-            mbarrier.wait(d_out_empty.index(s), phase ^ 1)
-            mbarrier.expect(d_out_full.index(s), ROWS * VALUES * 2)
-            copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
+            of_block = of_q, qs_rest, of_d_out, vectors
+            copy_queries(of_block, q, q_rest, d_out, of_rows, b, head, heads, j, step, ROWS, STAGES)
             step += 1
-
-
-@gluon.jit
-def _are_seen(j, mask, until, key, of_mask, sizes, ROWS: gl.constexpr):
-    """Of each pair of a key and a query of block j."""
-    start_p, end_p, stop, table = mask
-    queries, keys, heads, group, tiles, own = sizes
-    row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
-    at = of_mask.to(gl.int64) * queries + row
-    start = gl.load(start_p + at, mask=row < queries, other=0)
-    end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
-    seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-    if until is not None:
-        seen = seen & (row[None, :] < until[:, None])
-    return seen
 
 
 @gluon.jit
@@ -106,9 +77,7 @@ def _differentiate(
     start_p, end_p, stop, table = mask
     queries, keys, heads, group, tiles, own = sizes
     layout: gl.constexpr = products_layout(ROWS)
-    key_heads = heads // group
-    n = gl.program_id(0)
-    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    t, b, h = key_place(None, heads, group, tiles)
     of_mask = b * own
     first, last, full_first, full_last, any_sees = _range(table, t, of_mask, tiles, ROWS)
     key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
@@ -143,7 +112,7 @@ def _differentiate(
         sum_k, sum_k_rest = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, sum_k_rest))
         mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
         if hidden:
-            p = gl.where(_are_seen(j, mask, until, key, of_mask, sizes, ROWS), p, 0.0)
+            p = gl.where(queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS), p, 0.0)
         p = p.to(grad_v.dtype)
         factors = gl.convert_layout(p, factor_layout(VALUES))
         mbarrier.wait(d_out_full.index(s), phase)
