@@ -37,6 +37,27 @@ class Masked(NamedTuple):
     stops: Tensor | None  # [B or 1, key tiles, 2] int32: the least and the largest stop
 
 
+class Walk(NamedTuple):
+    """What kernels share in which tiles walk over those that they see, or that see them."""
+
+    p: AttentionProblem
+    q: Tensor  # [B, Tq, Hq, D], like all that has heads
+    k: Tensor
+    v: Tensor
+    mask: Masked
+    scale: float
+    softcap: float | None
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of all these kernels."""
+        p, m = self.p, self.mask
+        return {
+            "start": m.start, "end": m.end, "scale": self.scale, "softcap": self.softcap, "queries": p.queries,
+            "keys": p.keys, "heads": p.heads, "group": p.group, "own": int(len(m.start) > 1),
+        }  # fmt: skip
+
+
 def query_table(p: AttentionProblem, m: Masked, counter: Tensor) -> Launch:
     """Find the ranges of query tiles, and set forward's counter of tiles, [1] int32, to 0."""
     sequences, entries = m.table.shape[:2]
@@ -59,21 +80,18 @@ def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
     return Launch(tables.key_table, (key_tiles, sequences), arguments)
 
 
-def forward(
-    p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
-    softcap: float | None, out: Tensor, lse: Tensor, counter: Tensor,
-) -> Launch:  # fmt: skip
+def forward(w: Walk, sinks: Tensor | None, out: Tensor, lse: Tensor, counter: Tensor) -> Launch:
     """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous; the counter is 0."""
-    d = width(p)
+    p, d = w.p, width(w.p)
     groups = GROUPS[d]
     registers, on_average = REGISTERS[groups]
     tiles = -(-p.queries // (HALF * groups))
     arguments = {
-        "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
-        "lse": lse, "counter": counter, "sinks": sinks, **walk(p, m, scale, softcap, d),
+        "q": by_head(w.q, HALF, d), "k": by_head(w.k, TILE, d), "v": by_head(w.v, TILE, d),
+        "out": by_head(out, HALF, d), "lse": lse, "counter": counter, "sinks": sinks, **of_queries(w, d),
         "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers,
     }  # fmt: skip
-    return Launch(attend, (programs(p, q, tiles),), arguments, registers=on_average)
+    return Launch(attend, (programs(w, tiles),), arguments, registers=on_average)
 
 
 def gradient_rows(
@@ -93,36 +111,46 @@ def gradient_rows(
     return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS, p.batch * p.heads), arguments)
 
 
-def gradient_of_queries(
-    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
-    of_rows: Tensor, grad_q: Tensor,
-) -> Launch:  # fmt: skip
-    d = width(p)
+def gradient_of_queries(w: Walk, d_out: Tensor, of_rows: Tensor, grad_q: Tensor) -> Launch:
+    d, queries = width(w.p), w.p.queries
     arguments = {
-        "q": by_head(q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d),
-        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries),
-        **walk(p, m, scale, softcap, d),
+        "q": by_head(w.q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(w.k, TILE, d),
+        "v": by_head(w.v, TILE, d), "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(queries),
+        **of_queries(w, d),
     }  # fmt: skip
-    return Launch(query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
+    return Launch(query_gradient, (programs(w, tiles_of(queries)),), arguments, registers=ALL_REGISTERS)
 
 
 def gradient_of_keys(
-    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
-    of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor,
+    w: Walk, d_out: Tensor, of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor
 ) -> Launch:  # fmt: skip
     """The launch for the gradients of keys and values; `table` is that of key tiles."""
-    d = width(p)
-    tokens, planes = padded(p.queries), 2 * p.batch * p.heads
-    arguments = {
-        "q": by_head(q, ROWS, d), "d_out": by_head(d_out, ROWS, d),
-        **{name: by_head(x, HALF, d) for name, x in {"k": k, "v": v, "grad_k": grad_k, "grad_v": grad_v}.items()},
-        "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
-        "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
-        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
-        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "STAGES": 3,
+    arguments = of_keys(w, d_out, of_rows, table, grad_k, grad_v) | {"stop": w.mask.stop, "STAGES": 3}
+    return Launch(key_gradient, by_keys(w), arguments, registers=ALL_REGISTERS)
+
+
+def of_keys(
+    w: Walk, d_out: Tensor, of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments that kernels share in which a tile of keys walks over queries, of heads of up to 128 numbers."""
+    d = width(w.p)
+    halves = {"k": w.k, "v": w.v, "grad_k": grad_k, "grad_v": grad_v}
+    return {
+        "q": by_head(w.q, ROWS, d), "d_out": by_head(d_out, ROWS, d),
+        **{name: by_head(x, HALF, d) for name, x in halves.items()}, "of_rows": by_row(w.p, of_rows, ROWS),
+        "table": table, **w.sizes, "tiles": tiles_of(w.p.keys), "D": d, "ROWS": ROWS,
     }  # fmt: skip
-    grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
-    return Launch(key_gradient, grid, arguments, registers=ALL_REGISTERS)
+
+
+def by_keys(w: Walk) -> tuple[int]:
+    """A program for each tile of keys."""
+    return (tiles_of(w.p.keys, key_tile(w.p)) * w.p.batch * w.p.key_heads,)
+
+
+def by_row(p: AttentionProblem, of_rows: Tensor, rows: int) -> Any:
+    """The two numbers of each query, in blocks of so many queries."""
+    tokens = padded(p.queries)
+    return shared_descriptor(of_rows, (2 * p.batch * p.heads, tokens), (tokens, 1), (1, rows), swizzle=0)
 
 
 def width(p: AttentionProblem) -> int:
@@ -138,18 +166,16 @@ def by_head(x: Tensor, tokens: int, columns: int) -> Any:
     return shared_descriptor(x, (batch, heads, length, size), (of_batch, of_head, of_token, 1), (1, 1, tokens, columns))
 
 
-def walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
-    """The arguments that both kernels share in which a tile of queries walks over keys."""
-    of_keys = 4 * p.keys * d
+def of_queries(w: Walk, d: int) -> dict[str, Any]:
+    """The arguments that kernels share in which a tile of queries walks over keys, of d columns of keys and values."""
+    p, m = w.p, w.mask
     return {
-        **m._asdict(), "scale": scale, "softcap": softcap,
-        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "planes": p.batch * p.heads,
-        "tiles": tiles_of(p.queries), "entries": m.table.shape[1], "own": int(len(m.start) > 1),
-        "section": p.group * max(1, _L2 // max(1, of_keys)),
+        **m._asdict(), **w.sizes, "planes": p.batch * p.heads, "tiles": tiles_of(p.queries),
+        "entries": m.table.shape[1], "section": p.group * max(1, _L2 // max(1, 4 * p.keys * d)),
         "D": d, "KEYS": TILE, "STAGES": 2,
     }  # fmt: skip
 
 
-def programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
+def programs(w: Walk, tiles: int) -> int:
     """The number of programs: one for each multiprocessor, which takes tile after tile."""
-    return min(describe(x.device).programs, tiles * p.batch * p.heads)
+    return min(describe(w.q.device).programs, tiles * w.p.batch * w.p.heads)

@@ -125,7 +125,8 @@ def _forward(call: KernelCall) -> KernelOutputs:
     mask, lse, counter = _held(call, made.lse, made.held)
     launches.query_table(p, mask, counter).run()
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
-    _kernels(q, p).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, lse, counter).run()
+    walk = launches.Walk(p, q, k, v, mask, call.scale, options.softcap)
+    _kernels(q, p).forward(walk, call.sinks, out, lse, counter).run()
     return made
 
 
@@ -158,7 +159,7 @@ def _save(call: KernelCall, made: KernelOutputs) -> KernelKept:
 def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     from onchip.attention.triton import launches
 
-    (grad_out, grad_lse), p, options, scale = upstream, kept.problem, kept.options, kept.scale
+    (grad_out, grad_lse), p, options = upstream, kept.problem, kept.options
     device, dtype = kept.q.device, kept.q.dtype
     if grad_out is None:
         grad_out = stated.zeros(kept.out.shape, dtype, device)
@@ -175,8 +176,8 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     launches.gradient_rows(p, out, grad_out, lse, grad_lse, kept.sinks, of_rows, of_sinks).run()
     made = _gradients_in(kept, wanted, [dtype] * 3)
     into = [None if x is None else _by_token(x, options) for x in made[:3]]
-    walks = _in_one_walk if _is_fused(kept, wanted) else _in_two_walks
-    walks(p, q, grad_out, k, v, mask, scale, options.softcap, of_rows, into)
+    write = _in_one_walk if _is_fused(kept, wanted) else _in_two_walks
+    write(launches.Walk(p, q, k, v, mask, kept.scale, options.softcap), grad_out, of_rows, into)
     if of_sinks is not None:
         made[3] = stated.call(torch.sum, of_sinks, 1)
     return [
@@ -194,10 +195,7 @@ def _is_fused(kept: KernelKept, wanted: Wanted) -> bool:
     return suits and has_gluon(describe(kept.q.device).capability)
 
 
-def _in_one_walk(
-    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None,
-    of_rows: Tensor, into: Sequence[Tensor | None],
-) -> None:  # fmt: skip
+def _in_one_walk(walk: Any, d_out: Tensor, of_rows: Tensor, into: Sequence[Tensor | None]) -> None:
     """Write the gradients of q, k and v."""
     from onchip.attention.triton import fused_launches
 
@@ -205,36 +203,31 @@ def _in_one_walk(
     assert of_q is not None
     assert of_k is not None
     assert of_v is not None
-    table = _key_table(p, mask)
-    sums = stated.empty(problem.sums_of(p), torch.float32, q.device)
-    counters = stated.zeros((problem.counters_of(p),), torch.int32, q.device)
-    fused_launches.gradients(
-        p, q, d_out, k, v, mask, scale, softcap, of_rows, table, sums, counters, of_k, of_v
-    ).run()  # fmt: skip
-    fused_launches.gradient_of_queries(p, sums, mask, scale, of_q).run()
+    p, table = walk.p, _key_table(walk)
+    sums = stated.empty(problem.sums_of(p), torch.float32, d_out.device)
+    counters = stated.zeros((problem.counters_of(p),), torch.int32, d_out.device)
+    fused_launches.gradients(walk, d_out, of_rows, table, sums, counters, of_k, of_v).run()
+    fused_launches.gradient_of_queries(walk, sums, of_q).run()
 
 
-def _in_two_walks(
-    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None,
-    of_rows: Tensor, into: Sequence[Tensor | None],
-) -> None:  # fmt: skip
+def _in_two_walks(walk: Any, d_out: Tensor, of_rows: Tensor, into: Sequence[Tensor | None]) -> None:
     """Write those gradients of q, k and v for which there is memory."""
-    (of_q, of_k, of_v), kernels = into, _kernels(q, p)
-    given = p, q, d_out, k, v, mask, scale, softcap, of_rows
+    (of_q, of_k, of_v), kernels = into, _kernels(walk.q, walk.p)
     if of_q is not None:
-        kernels.gradient_of_queries(*given, of_q).run()
+        kernels.gradient_of_queries(walk, d_out, of_rows, of_q).run()
     if of_k is not None or of_v is not None:
-        table, like = _key_table(p, mask), ((of_k, k), (of_v, v))
+        table, like = _key_table(walk), ((of_k, walk.k), (of_v, walk.v))
         of_k, of_v = (stated.empty(x.shape, x.dtype, x.device) if of is None else of for of, x in like)
-        kernels.gradient_of_keys(*given, table, of_k, of_v).run()
+        kernels.gradient_of_keys(walk, d_out, of_rows, table, of_k, of_v).run()
 
 
-def _key_table(p: AttentionProblem, mask: Any) -> Tensor:
+def _key_table(walk: Any) -> Tensor:
     from onchip.attention.triton import launches
 
+    p, of_queries = walk.p, walk.mask.table
     tiles = problem.tiles_of(p.keys, problem.key_tile(p))
-    table = stated.empty((mask.table.shape[0], tiles, 4), torch.int32, mask.table.device)
-    launches.key_table(p, mask, table).run()
+    table = stated.empty((of_queries.shape[0], tiles, 4), torch.int32, of_queries.device)
+    launches.key_table(p, walk.mask, table).run()
     return table
 
 

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from onchip.attention.problem import AttentionProblem
-from onchip.attention.triton.launches import HALF, Masked, by_head, programs, walk
+from onchip.attention.triton.launches import HALF, Walk, by_head, by_keys, by_row, of_queries, programs
 from onchip.attention.triton.paired_key_gradient import paired_key_gradient
 from onchip.attention.triton.problem import TILE, is_widest, key_tile, padded, tiles_of
 from onchip.attention.triton.wide_forward import attend_wide
 from onchip.attention.triton.wide_key_gradient import wide_key_gradient
 from onchip.attention.triton.wide_query_gradient import wide_query_gradient
-from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
+from onchip.kernels.triton.launch import ALL_REGISTERS, Launch
 
 
 class _WideBlocks(NamedTuple):
@@ -35,52 +35,40 @@ _FEW = 64
 KEYS = 64
 
 
-def forward(
-    p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
-    softcap: float | None, out: Tensor, lse: Tensor, counter: Tensor,
-) -> Launch:  # fmt: skip
+def forward(w: Walk, sinks: Tensor | None, out: Tensor, lse: Tensor, counter: Tensor) -> Launch:
     """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous; the counter is 0."""
-    how = _blocks(p)
+    how = _blocks(w.p)
     arguments = {
-        **_parts("q", q, HALF, how), **_parts("k", k, how.keys, how), "v": by_head(v, how.keys, how.values),
+        **_parts("q", w.q, HALF, how), **_parts("k", w.k, how.keys, how), "v": by_head(w.v, how.keys, how.values),
         "out": by_head(out, HALF, _FEW), "lse": lse, "counter": counter, "sinks": sinks,
-        **walk(p, m, scale, softcap, _columns(how)), "KEYS": how.keys,
+        **of_queries(w, _columns(how)), "KEYS": how.keys,
     }  # fmt: skip
-    return Launch(attend_wide, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
+    return Launch(attend_wide, (programs(w, tiles_of(w.p.queries)),), arguments, registers=ALL_REGISTERS)
 
 
-def gradient_of_queries(
-    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
-    of_rows: Tensor, grad_q: Tensor,
-) -> Launch:  # fmt: skip
-    how = _blocks(p)
+def gradient_of_queries(w: Walk, d_out: Tensor, of_rows: Tensor, grad_q: Tensor) -> Launch:
+    how, queries = _blocks(w.p), w.p.queries
     arguments = {
-        **_parts("q", q, HALF, how), "d_out": by_head(d_out, HALF, how.values), **_parts("k", k, KEYS, how),
-        "v": by_head(v, KEYS, how.values), "grad_q": by_head(grad_q, HALF, how.staged), "of_rows": of_rows,
-        "padded": padded(p.queries), **walk(p, m, scale, softcap, _columns(how)), "KEYS": KEYS,
-        "VALUE_STAGES": how.value_stages,
+        **_parts("q", w.q, HALF, how), "d_out": by_head(d_out, HALF, how.values), **_parts("k", w.k, KEYS, how),
+        "v": by_head(w.v, KEYS, how.values), "grad_q": by_head(grad_q, HALF, how.staged), "of_rows": of_rows,
+        "padded": padded(queries), **of_queries(w, _columns(how)), "KEYS": KEYS, "VALUE_STAGES": how.value_stages,
     }  # fmt: skip
-    return Launch(wide_query_gradient, (programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
+    return Launch(wide_query_gradient, (programs(w, tiles_of(queries)),), arguments, registers=ALL_REGISTERS)
 
 
 def gradient_of_keys(
-    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
-    of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor,
+    w: Walk, d_out: Tensor, of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor
 ) -> Launch:  # fmt: skip
     """The launch for the gradients of keys and values; `table` is that of key tiles."""
-    how, tokens, planes = _blocks(p), padded(p.queries), 2 * p.batch * p.heads
-    tiles = tiles_of(p.keys, key_tile(p))
+    how, p = _blocks(w.p), w.p
     arguments = {
-        **_parts("q", q, how.rows, how), "d_out": by_head(d_out, how.rows, how.values), **_parts("k", k, HALF, how),
-        "v": by_head(v, HALF, how.values), **_parts("grad_k", grad_k, HALF, how),
-        "grad_v": by_head(grad_v, HALF, how.values),
-        "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, how.rows), swizzle=0),
-        "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
-        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles,
-        "own": int(len(m.start) > 1), "ROWS": how.rows, "STAGES": how.stages,
+        **_parts("q", w.q, how.rows, how), "d_out": by_head(d_out, how.rows, how.values),
+        **_parts("k", w.k, HALF, how), "v": by_head(w.v, HALF, how.values), **_parts("grad_k", grad_k, HALF, how),
+        "grad_v": by_head(grad_v, HALF, how.values), "of_rows": by_row(p, of_rows, how.rows), "stop": w.mask.stop,
+        "table": table, **w.sizes, "tiles": tiles_of(p.keys, key_tile(p)), "ROWS": how.rows, "STAGES": how.stages,
     }  # fmt: skip
     kernel = paired_key_gradient if is_widest(p) else wide_key_gradient
-    return Launch(kernel, (tiles * p.batch * p.key_heads,), arguments, registers=ALL_REGISTERS)
+    return Launch(kernel, by_keys(w), arguments, registers=ALL_REGISTERS)
 
 
 def _blocks(p: AttentionProblem) -> _WideBlocks:
