@@ -20,7 +20,6 @@ from onchip.vocab import chunks, memory
 from onchip.vocab.chunks import even_chunk, largest
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.memory import Problem
-from onchip.vocab.mosaic import head as mosaic_head
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import costs as triton_costs
@@ -260,10 +259,6 @@ EVALUATED = {
         (triton_memory.TritonSizes, ("kept", "even_chunk", "first_chunk", "other_chunk")),
         (triton_costs.Costs, ("in_forward", "beside_cuts", "of_cuts", "of_weight")),
     ],
-    "mosaic": [
-        (mosaic_head.MosaicHead, ("by_tokens", "by_tokens_ms", "moved_ms", "keeping", "keeping_ms", "of_hidden")),
-        (mosaic_head.Keeping, ("size", "largest")),
-    ],
     "jsd, triton": [
         (jsd_triton_memory.JsdSizes, ("beyond", "in_scratch", "forward", "backward")),
         (jsd_triton_memory.JsdCosts, ("forward", "again", "weight")),
@@ -279,9 +274,7 @@ FEATURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "mean", "most"), [("triton", 300, 800), ("jsd, triton", 340, 900), ("mosaic", 330, 1300)]
-)
+@pytest.mark.parametrize(("name", "mean", "most"), [("triton", 300, 800), ("jsd, triton", 340, 900)])
 @pytest.mark.parametrize("more", [None, 32 * MIB], ids=["default", "small"])
 def test_what_a_plan_for_another_number_of_tokens_evaluates(monkeypatch, name, mean, most, more):
     """No feature makes it grow: on average over numbers of tokens, and at most."""

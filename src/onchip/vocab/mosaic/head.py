@@ -12,7 +12,6 @@ jitted step beyond its arguments and results.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from onchip.core.sizes import MIB, up
 from onchip.vocab.chunks import in_chunks, waves
@@ -315,22 +314,25 @@ class MosaicHead:
 
     # ------------------------------------------------------------------------------- exponentials that wait
 
-    def keeping(self, tokens: int, in_gradient: int, in_scratch: int, *, halves: bool) -> "Keeping":
-        """Of plans whose exponentials wait for backward."""
-        p, rows, kept = self.problem, up(tokens, TOKEN_TILE), in_gradient + in_scratch
-        slices = 1 if in_gradient else hidden_slices(kept, p.hidden)
+    def keeping(self, tokens: int, c: MosaicPlan) -> dict[str, int]:
+        """Bytes of a plan whose exponentials wait for backward."""
+        p, rows, kept = self.problem, up(tokens, TOKEN_TILE), c.kept
+        slices = 1 if c.kept_in_gradient else hidden_slices(kept, p.hidden)
         of_sum = 4 * p.hidden if p.grad_hidden else 0
-        return Keeping(
-            self,
-            sum(self.fixed(tokens, rows).values()),
-            in_gradient,
-            in_scratch,
-            ELEMENT * rows * p.hidden,
-            self.softmax * rows,
-            of_sum * slices * kept,
-            of_sum * (1 + int(halves)) * (rows - kept),
-            ELEMENT * (rows - kept),
+        # What is left for the last chunk may be a tile more than the others.
+        columns = min(self.vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
+        hidden_rows = {"hidden rows": ELEMENT * rows * p.hidden}
+        # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
+        of_others = of_sum * (1 + int(c.halves)) * (rows - kept)
+        again = {"recomputed logits' gradient": ELEMENT * (rows - kept) * columns}
+        phases = (
+            hidden_rows | {"softmax of each tile": self.softmax * rows},
+            {"hidden gradient in float32": of_sum * slices * kept},
+            hidden_rows | again | {"hidden gradient in float32": of_others},
         )
+        exponentials = self.exponentials(c.kept_in_gradient, c.kept_in_scratch, c.chunk)
+        largest = max(phases, key=lambda phase: sum(phase.values()))
+        return self.fixed(tokens, rows) | {"exponentials in scratch": exponentials} | largest
 
     def of_hidden(self, rows: int, in_gradient: int, in_scratch: int, *, halves: bool) -> float:
         """Steps of hidden's gradient."""
@@ -350,67 +352,18 @@ class MosaicHead:
             return 0.0, chunks
         return chunks * waves(chunk // TOKEN_TILE * self.columns, PROGRAMS) / self.depth, chunks
 
-    def keeping_ms(
-        self, tokens: int, in_gradient: int, in_scratch: int, chunk: int, together: int, *, halves: bool
-    ) -> float:
+    def keeping_ms(self, tokens: int, c: MosaicPlan) -> float:
         """Milliseconds of such a plan."""
         rows = up(tokens, TOKEN_TILE)
-        recomputed = (rows - in_gradient - in_scratch) // TOKEN_TILE
-        of_weight, launches = self.of_weight(chunk)
+        recomputed = (rows - c.kept) // TOKEN_TILE
+        of_weight, launches = self.of_weight(c.chunk)
         again = waves(rows // TOKEN_TILE * self.tiles, PROGRAMS)
         if recomputed:
-            for group in cut_groups(self.problem.vocab, chunk, together, kept=in_gradient > 0):
+            for group in groups(self.problem.vocab, c, recomputed=True):
                 again += group.times * waves(recomputed * (group.size // VOCAB_TILE), PROGRAMS)
                 launches += 2 * group.times
-        work = again * self.steps + self.of_hidden(rows, in_gradient, in_scratch, halves=halves) + of_weight * rows
-        return work * STEP + 1e-3 * LAUNCH * launches
-
-
-class Keeping(NamedTuple):
-    """Bytes of plans whose exponentials wait for backward, of so many tokens."""
-
-    head: MosaicHead
-    fixed: int
-    in_gradient: int
-    in_scratch: int
-    hidden_rows: int
-    softmax: int
-    of_kept: int  # sums of hidden's gradient, of what is kept and of the other tokens
-    of_others: int
-    of_column: int  # of each entry of the vocabulary whose logits are computed again at a time
-
-    def again(self, chunk: int, together: int) -> int:
-        """Of logits that are computed again."""
-        # What is left for the last chunk may be a tile more than the others.
-        return self.of_column * min(self.head.vocab, max(together * chunk, chunk + VOCAB_TILE))
-
-    def size(self, chunk: int, together: int) -> int:
-        again = self.hidden_rows + self.of_others + self.again(chunk, together)
-        exponentials = self.head.exponentials(self.in_gradient, self.in_scratch, chunk)
-        return self.fixed + exponentials + max(self.hidden_rows + self.softmax, self.of_kept, again)
-
-    def parts(self, chunk: int, together: int) -> dict[str, int]:
-        hidden_rows = {"hidden rows": self.hidden_rows}
-        again = {"recomputed logits' gradient": self.again(chunk, together)}
-        of_kept, of_others = ({"hidden gradient in float32": size} for size in (self.of_kept, self.of_others))
-        # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
-        forward, rest = hidden_rows | {"softmax of each tile": self.softmax}, hidden_rows | again | of_others
-        exponentials = self.head.exponentials(self.in_gradient, self.in_scratch, chunk)
-        largest = max((forward, of_kept, rest), key=lambda phase: sum(phase.values()))
-        return {"exponentials in scratch": exponentials} | largest
-
-    def largest(self, budget: int) -> int:
-        """Chunk that may fit."""
-        if self.size(self.head.vocab, 1) <= budget:
-            return self.head.vocab
-        room = budget - self.fixed - self.head.exponentials(self.in_gradient, self.in_scratch, 0)
-        of_entry, beside = ELEMENT * self.in_gradient, max(self.hidden_rows + self.softmax, self.of_kept)
-        if room < beside:
-            return 0
-        again = self.hidden_rows + self.of_others + self.of_column * VOCAB_TILE
-        most = (room - again) // max(1, of_entry + self.of_column)
-        most = min(most, (room - beside) // of_entry) if of_entry else most
-        return most // VOCAB_TILE * VOCAB_TILE
+        of_hidden = self.of_hidden(rows, c.kept_in_gradient, c.kept_in_scratch, halves=c.halves)
+        return (again * self.steps + of_hidden + of_weight * rows) * STEP + 1e-3 * LAUNCH * launches
 
 
 def _softmax_bytes(p: Problem) -> int:

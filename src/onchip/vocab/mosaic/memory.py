@@ -1,12 +1,12 @@
 """How the 'mosaic_gpu' backend cuts a problem: tiles, budgets, and the choice of a plan.  No framework."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
 from onchip.vocab import chunks
-from onchip.vocab.chunks import Fastest, Planner, even_chunk, largest, waves
+from onchip.vocab.chunks import Planner, even_chunk, largest, waves
 from onchip.vocab.memory import Problem, logits_bytes, needs
 from onchip.vocab.mosaic.head import (
     DEPTH,
@@ -18,7 +18,6 @@ from onchip.vocab.mosaic.head import (
     STEP,
     TOKEN_TILE,
     VOCAB_TILE,
-    Keeping,
     MosaicHead,
     head_of,
     hidden_tile,
@@ -93,8 +92,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         return head.fixed(p.tokens, up(p.tokens, TOKEN_TILE)) | of_rows
     if c.by_tokens:
         return head.by_tokens(p.tokens, rows, c.first_chunk, c.kept_in_gradient, c.kept_in_digits, c.chunk)
-    keeping = head.keeping(p.tokens, c.kept_in_gradient, c.kept_in_scratch, halves=c.halves)
-    return head.fixed(p.tokens, rows) | keeping.parts(c.chunk, c.recompute_chunks)
+    return head.keeping(p.tokens, c)
 
 
 def predict(p: Problem, c: MosaicPlan) -> float:
@@ -104,8 +102,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         return product + 1e-3 * LAUNCH * -(-p.tokens // c.token_chunk)
     if c.by_tokens:
         return head_of(p).by_tokens_ms(p.tokens, c.token_chunk, c.first_chunk, c.chunk)
-    cut = c.kept_in_scratch, c.chunk, c.recompute_chunks
-    return head_of(p).keeping_ms(p.tokens, c.kept_in_gradient, *cut, halves=c.halves)
+    return head_of(p).keeping_ms(p.tokens, c)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -173,167 +170,70 @@ def _in_scratch(p: Problem) -> MosaicPlan:
     return MosaicPlan("stash", p.tokens, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=up(p.tokens, TOKEN_TILE))
 
 
-# Plans that take up to so many times the least pass for equally fast.
-SLACK = 1.002
-
-
-class MosaicSearch(Fastest[dict[str, Any]]):
-    """Plans of a problem with gradients, as their fields."""
-
-    def __init__(self, p: Problem, budget: int) -> None:
-        super().__init__(SLACK)
-        self.problem, self.budget, self.head = p, budget, head_of(p)
-        self.tokens, self.rows = p.tokens, up(p.tokens, TOKEN_TILE)
-        # Tokens whose exponentials take all of the budget.
-        self.most = budget // (ELEMENT * p.vocab)
-        # By tokens, those of a chunk whose exponentials and softmax take all of it.
-        fixed = sum(self.head.fixed(self.tokens, self.rows).values()) + self.head.digits * p.grad_weight
-        self.of_token = ELEMENT * self.head.vocab + self.head.softmax
-        self.in_chunk = max(0, budget - fixed - p.tokens * p.hidden * p.grad_hidden) // self.of_token
-        # Milliseconds of products whose tiles fill whole waves.
-        of_tile, head = STEP / PROGRAMS * (self.rows // TOKEN_TILE) * (1 - 1e-9), self.head
-        self.logits = of_tile * head.tiles * head.steps
-        self.hidden = of_tile * head.columns * p.vocab / head.depth * p.grad_hidden
-        of_weight = -(-p.vocab // TOKEN_TILE) * TOKEN_TILE / head.depth * p.grad_weight
-        self.weight = of_tile * head.columns * of_weight
-
-    def fits(self, cost: float, size: int, **fields: Any) -> bool:
-        """Whether it does; if it may be among the fastest, it is noted."""
-        if size > self.budget:
-            return False
-        self.add(cost, (size, cost), fields)
-        return True
-
-    def by_tokens_bound(self, number: int, size: int) -> float:
-        """With gradients in forward, in so many chunks of tokens, no plan takes less."""
-        products = self.logits + self.hidden + self.weight
-        return products + 1e-3 * LAUNCH * 10 * number + self.head.moved_ms(number, size)
-
-    def by_tokens(self) -> None:
-        """Chunks of tokens: the fewest even chunks, and some small ones."""
-        head, tokens, before = self.head, self.tokens, 0
-        most = max(self.in_chunk, TOKEN_TILE)
-        numbers = range(max(1, self.rows // (most + TOKEN_TILE)), 65)
-        for size in (*(up(-(-self.rows // number), TOKEN_TILE) for number in numbers), TOKEN_TILE):
-            if size > most or size == before:
-                continue
-            if self.by_tokens_bound(-(-tokens // size), size) > self.bound:
-                break
-            cost, before = head.by_tokens_ms(tokens, size), size
-            if cost <= self.bound:
-                fields = {"token_chunk": size, "chunk": head.vocab, "kept_in_scratch": self.rows, "by_tokens": True}
-                self.fits(cost, sum(head.by_tokens(tokens, size).values()), strategy="stash", **fields)
-
-    def longer_first(self) -> None:
-        """Chunks of tokens of which the first has so many more that as few others as possible are left."""
-        p, head, rows, kept = self.problem, self.head, self.rows, capacity(self.problem)
-        if not kept:
-            return
-        # Of the first chunk: what is beside a chunk's exponentials, and those that are in other memory.
-        most = max(
-            kept + head.in_digits, self.in_chunk + (kept + head.in_digits) * ELEMENT * head.vocab // self.of_token
-        )
-        listed, products = [], self.logits + self.hidden + self.weight
-        # Entries whose tiles of the weight's gradient fill two and four waves.
-        filling = (PROGRAMS * n // head.columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4))
-        chunks = {min(max(chunk, VOCAB_TILE), p.vocab // VOCAB_TILE // 2 * VOCAB_TILE) for chunk in filling}
-
-        def bound_of(number: int, size: int) -> float:
-            """With so many chunks after the first."""
-            others = number * (STEP * head.of_chunk(size, size) * (1 - 1e-9) - products * size / rows)
-            return products + others + 1e-3 * LAUNCH * 10 * (1 + number) + head.moved_ms(1 + number, size)
-
-        for size in range(min(rows - kept - TOKEN_TILE, self.in_chunk) // TOKEN_TILE * TOKEN_TILE, 0, -TOKEN_TILE):
-            others = max(1, -(-(rows - most) // size))
-            if self.by_tokens_bound(1 + others, size) > self.bound:
-                break
-            listed += [(bound_of(others, size), others, size, chunk) for chunk in chunks]
-        for bound, others, size, chunk in sorted(listed):
-            if bound > self.bound:
-                break
-            for number in range(others, (rows - max(size, kept) - 1) // size + 1):
-                if bound_of(number, size) > self.bound:
-                    break
-                first = rows - number * size
-                fields = {"token_chunk": size, "first_chunk": first, "chunk": chunk, "kept_in_gradient": kept}
-                fields["kept_in_digits"] = in_digits = min(first - kept, head.in_digits)
-                taken = sum(head.by_tokens(self.tokens, size, first, kept, in_digits, chunk).values())
-                cost, left = head.by_tokens_ms(self.tokens, size, first, chunk), rows - kept - in_digits
-                if self.fits(cost, taken, strategy="stash", by_tokens=True, kept_in_scratch=left, **fields):
-                    break
-
-    def keep(self, strategy: str) -> None:
-        """Try plans that keep exponentials until backward, for as many tokens as the gradient's memory has room for and
-        some more; the other tokens' logits are computed again.
-        """
-        head, rows, kept = self.head, self.rows, _kept(self.problem, strategy)
-        if kept:  # all in scratch: the weight's gradient in one launch
-            of_all = head.keeping(self.tokens, 0, rows, halves=False)
-            self.keep_chunk(of_all, head.vocab, head.vocab, halves=False)
-        # More than that fits no budget; and a few dozen are enough.
-        most, listed = min(rows - kept, self.most) if kept else 0, []
-        step = max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))
-        forward = waves(rows // TOKEN_TILE * head.tiles, PROGRAMS) * head.steps
-        for in_scratch in range(0, most + 1, step):
-            of_hidden = min(head.of_hidden(rows, kept, in_scratch, halves=halves) for halves in (False, True))
-            again = self.logits * (rows - kept - in_scratch) / rows
-            listed.append(((forward + of_hidden) * STEP * (1 - 1e-9) + again, in_scratch))
-        for bound, in_scratch in sorted(listed):
-            if bound + self.weight > self.bound:
-                break
-            self.keep_some(kept, in_scratch, bound)
-
-    def keep_some(self, kept: int, in_scratch: int, bound: float) -> None:
-        """Chunks of the vocabulary; `bound` is without the weight's gradient."""
-        p, head, recomputed = self.problem, self.head, self.rows - kept - in_scratch
-        ways = (False, True) if recomputed and p.grad_hidden else (False,)
-        bytes_of = [head.keeping(self.tokens, kept, in_scratch, halves=halves) for halves in ways]
-        most = p.vocab // VOCAB_TILE // 2 * VOCAB_TILE if kept else head.vocab
-        fits, launch, listed = bytes_of[0].largest(self.budget), 1e-3 * LAUNCH, []
-        if fits < VOCAB_TILE or bound + self.weight + launch * -(-p.vocab // fits) > self.bound:
-            return
-        of_rows = STEP * self.rows * (1 - 1e-9)
-        for size in _chunk_sizes(head, recomputed):
-            if size <= fits or most <= fits:
-                of_weight, launches = head.of_weight(size)
-                least = bound + of_rows * of_weight + launch * launches
-                if least <= self.bound:
-                    listed.append((least, size))
-        for least, size in sorted(listed):
-            if least > self.bound:
-                break
-            for halves, of_way in zip(ways, bytes_of, strict=True):
-                self.keep_chunk(of_way, min(size, most), size, halves=halves)
-
-    def keep_chunk(self, of_way: "Keeping", chunk: int, size: int, *, halves: bool) -> None:
-        """Such chunks, or `size`, as many together as pays."""
-        kept, in_scratch, together = of_way.in_gradient, of_way.in_scratch, 1
-        recomputed = self.rows - kept - in_scratch
-        if kept + in_scratch and recomputed:  # where nothing is kept, larger chunks do the same
-            together = _together(self.problem, recomputed, size, self.budget - of_way.size(chunk, 1))
-        cost = self.head.keeping_ms(self.tokens, kept, in_scratch, chunk, together, halves=halves)
-        if cost <= self.bound:
-            fields = {"token_chunk": self.tokens, "kept_in_gradient": kept, "kept_in_scratch": in_scratch}
-            fields |= {"chunk": chunk, "halves": halves, "recompute_chunks": together}
-            strategy = "stash" if kept + in_scratch else "recompute"
-            self.fits(cost, of_way.size(chunk, together), strategy=strategy, **fields)
-
-
-def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
-    """Without gradients the fewest even chunks of tokens; else of one strategy, or of both, what is fastest."""
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """Without gradients the fewest even chunks of tokens; else plans of one strategy, or of both."""
     if not p.any_grad:
         whole = up(p.tokens, TOKEN_TILE)
         fits = largest(lambda n: scratch_bytes(p, MosaicPlan("forward", n)) <= budget, TOKEN_TILE, whole, TOKEN_TILE)
-        made = MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE))
-        return made if scratch_bytes(p, made) <= budget else None
-    search = MosaicSearch(p, budget)
+        yield MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE))
+        return
     for each in _strategies(strategy):
         if _goes_by_tokens(p, each):
-            search.by_tokens()
-            search.longer_first()
-        search.keep(each)
-    best = search.best()
-    return None if best is None else MosaicPlan(**best)
+            # The fewest even chunks, and some small ones.
+            rows = up(p.tokens, TOKEN_TILE)
+            sizes = dict.fromkeys([*(up(-(-rows // number), TOKEN_TILE) for number in range(1, 65)), TOKEN_TILE])
+            yield from (_by_tokens(p, size) for size in sizes)
+            yield from _longer_first(p, budget)
+        yield from _keeping(p, each, budget)
+
+
+def _longer_first(p: Problem, budget: int) -> Iterator[MosaicPlan]:
+    """Chunks of tokens of which the first has so many more that as few others as possible are left."""
+    head, rows, kept = head_of(p), up(p.tokens, TOKEN_TILE), capacity(p)
+    if not kept:
+        return
+    # What is beside a chunk's exponentials and softmax, and of the first chunk those that are in other memory.
+    fixed = sum(head.fixed(p.tokens, rows).values()) + head.digits * p.grad_weight + p.tokens * p.hidden * p.grad_hidden
+    of_token = ELEMENT * head.vocab + head.softmax
+    in_chunk = max(0, budget - fixed) // of_token
+    most = max(kept + head.in_digits, in_chunk + (kept + head.in_digits) * ELEMENT * head.vocab // of_token)
+    # Entries whose tiles of the weight's gradient fill two and four waves.
+    filling = (PROGRAMS * n // head.columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4))
+    chunks = {min(max(chunk, VOCAB_TILE), p.vocab // VOCAB_TILE // 2 * VOCAB_TILE) for chunk in filling}
+    for size in range(TOKEN_TILE, min(rows - kept - TOKEN_TILE, in_chunk) + 1, TOKEN_TILE):
+        for chunk in chunks:
+            for number in range(max(1, -(-(rows - most) // size)), (rows - max(size, kept) - 1) // size + 1):
+                first = rows - number * size
+                in_digits = min(first - kept, head.in_digits)
+                made = MosaicPlan(
+                    "stash", size, kept, chunk, rows - kept - in_digits, by_tokens=True, first_chunk=first,
+                    kept_in_digits=in_digits,
+                )  # fmt: skip
+                if scratch_bytes(p, made) <= budget:
+                    yield made
+                    break
+
+
+def _keeping(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """Plans that keep exponentials until backward, for as many tokens as the gradient's memory has room for and some
+    more; the other tokens' logits are computed again.
+    """
+    head, rows, kept = head_of(p), up(p.tokens, TOKEN_TILE), _kept(p, strategy)
+    if kept:
+        yield _in_scratch(p)
+    most_chunk = p.vocab // VOCAB_TILE // 2 * VOCAB_TILE if kept else head.vocab
+    # More than that fits no budget; and a few dozen are enough.
+    most = min(rows - kept, budget // (ELEMENT * p.vocab)) if kept else 0
+    for in_scratch in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
+        recomputed, strategy = rows - kept - in_scratch, "stash" if kept + in_scratch else "recompute"
+        for size in _chunk_sizes(head, recomputed):
+            for halves in (False, True) if recomputed and p.grad_hidden else (False,):
+                made = MosaicPlan(strategy, p.tokens, kept, min(size, most_chunk), in_scratch, halves)
+                if (room := budget - scratch_bytes(p, made)) < 0:
+                    continue
+                if made.kept and recomputed:  # where nothing is kept, larger chunks do the same
+                    made = replace(made, recompute_chunks=_together(p, recomputed, size, room))
+                yield made
 
 
 def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
@@ -361,6 +261,12 @@ def _chunk_sizes(head: MosaicHead, recomputed: int) -> set[int]:
 
 
 PLANNER: Planner[MosaicPlan] = Planner(
-    scratch_parts, None, predict, least_scratch, default_scratch, needs, slack=SLACK, search=_search
+    scratch_parts,
+    _candidates,
+    predict,
+    least_scratch,
+    default_scratch,
+    needs,
+    slack=1.002,  # plans that take up to so many times the least pass for equally fast
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
