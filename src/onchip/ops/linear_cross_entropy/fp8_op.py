@@ -187,7 +187,7 @@ def _forward_of_shards(
         given = tokens, config, source.call.labels, call.class_weight
         made = dense.dense_stats(OP, walk.Fp8Logits(source), options, shards, *given)
         if there and any(call.grads):
-            known = row, made.lse, made.log_prob, made.largest, made.mass
+            known = row, *dense.known_of(made.known)
             walk.dense_gradients(source, parts, known, dense.Whole.of(call.vocab, call.class_weight), chunk)
         return LossMade(dense.outputs_of(call, made, tokens), parts)
     asked = LOSS.asked(call)

@@ -130,7 +130,7 @@ def softmax_of_chunk(
         made = dense.dense_stats("", Rows(logits), options, WHOLE, *given)
         fill(out, dense.outputs_of(part, made, tokens))
         if into.wanted:
-            known = row, made.lse, made.log_prob, made.largest, made.mass
+            known = row, *dense.known_of(made.known)
             dense_gradient_of_chunk(part, logits, dense.Whole.of(vocab, part.class_weight), known, into)
         return
     z = logits.float()

@@ -34,43 +34,15 @@ SENT = 6
 LIKELY = -math.log(2)
 
 
-class SoftStats(NamedTuple):
-    """[n] each, of labels as they are given; None without return_stats."""
-
-    expected: Tensor | None = None  # sum of probability times log-probability
-    entropy: Tensor | None = None
-    correct: Tensor | None = None  # bool: whether the largest label is where the largest logit is
-    argmax: Tensor | None = None  # int64
-    target_logit: Tensor | None = None  # sum of probability times logit
-
-
-class DenseStats(NamedTuple):
-    """[n] unless noted."""
-
-    loss: Tensor
-    lse: Tensor
-    log_prob: Tensor  # [n, 1]: of the largest logit
-    largest: Tensor  # [n, 1] int64
-    mass: Tensor
-    stats: SoftStats
-
-
-def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> LossOutputs:
-    """What an operator returns for a call with these labels (`labels`)."""
-    shape, of = labels.leading(call), made.stats
-
-    def by_token(x: Tensor | None) -> Any:
-        return None if x is None else x.view(shape)
-
-    return LossOutputs(
-        reduced(call.options, made.loss * tokens.weight, tokens, shape), by_token(made.lse), by_token(made.log_prob),
-        by_token(of.entropy), by_token(of.correct), by_token(of.argmax), by_token(of.expected),
-        by_token(of.target_logit), by_token(made.largest), by_token(made.mass),
-    )  # fmt: skip
+def outputs_of(call: Any, made: LossOutputs, tokens: Tokens) -> LossOutputs:
+    """What an operator returns for a call with these labels (`labels`), from what `dense_stats` returns."""
+    shape = labels.leading(call)
+    by_token: Any = (None if x is None else x.view(shape) for x in made[1:])
+    return LossOutputs(reduced(call.options, made.loss * tokens.weight, tokens, shape), *by_token)
 
 
 def known_of(kept: KnownStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `dense_gradient` from lse on, for all tokens, from the outputs that are kept."""
+    """The arguments of `dense_gradient` from lse on, for all tokens, from outputs that are kept."""
     known: Any = (kept.lse, kept.log_prob, kept.largest, kept.mass)
     lse, log_prob, largest, mass = (x.reshape(-1) for x in known)
     return lse, log_prob[:, None], largest[:, None], mass
@@ -193,8 +165,9 @@ def dense_stats(
     config: ChunkConfig,
     probs: Tensor,  # [..., V], or [..., rows] of this rank's shard
     class_weight: Tensor | None,  # [V]
-) -> DenseStats:
-    """The losses of labels, and what their gradient needs; `source` is as in `walk.forward`.
+) -> LossOutputs:
+    """The losses of labels without their weights, and what their gradient needs, [n] each, log_prob and largest [n, 1];
+    `source` is as in `walk.forward`.
 
     With shards, what the gradient takes for the largest logit is for the largest of this rank's.
     """
@@ -207,17 +180,22 @@ def dense_stats(
     return _stats_of_sums(options, sums, log_prob, largest)
 
 
-def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Tensor) -> DenseStats:
+def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Tensor) -> LossOutputs:
     """The statistics, from sums over all of a vocabulary; and what the gradient takes for the largest logit: its
     log-probability [n, 1] and its place [n].
     """
     known = sums.softmax
     loss = maths.value(torch, LossTerms.of(options).nonzero, sums.cost, known.lse, known.uniform)
-    of = SoftStats()
-    if sums.expected is not None and sums.total is not None and sums.likeliest is not None:
-        logit = torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse)
-        of = SoftStats(sums.expected, known.entropy, known.argmax == sums.likeliest, known.argmax, logit)
-    return DenseStats(loss, known.lse, log_prob, largest.clamp(min=0)[:, None], sums.mass, of)
+    made = LossOutputs(loss, known.lse, log_prob, largest=largest.clamp(min=0)[:, None], mass=sums.mass)
+    if sums.expected is None or sums.total is None or sums.likeliest is None:
+        return made
+    return made._replace(
+        entropy=known.entropy,
+        correct=known.argmax == sums.likeliest,
+        argmax=known.argmax,
+        expected=sums.expected,
+        target_logit=torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse),
+    )
 
 
 def dense_sums(
