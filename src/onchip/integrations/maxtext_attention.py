@@ -3,7 +3,6 @@
 There MaxText 0.2.5 calls Transformer Engine.  `install_attention()` lets `onchip.jax.attention` compute it.
 """
 
-import importlib
 import inspect
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.attention.masks import Causal, Chunked, Documents, Full, Mask, Window
-from onchip.integrations.replacing import Installed
+from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.integrations.versions import require
 from onchip.jax import attention
 
@@ -21,7 +20,7 @@ HOME = "maxtext.layers.attention_op"
 KERNEL = "cudnn_flash_te"
 ANOTHER = "set attention to 'dot_product' or another kernel of MaxText's, or call uninstall_attention()"
 
-_theirs: list[Any] = []  # MaxText's own method, while onchip's is in its place
+METHOD = "AttentionOp.apply_attention"
 
 
 def apply_attention(
@@ -79,7 +78,7 @@ def apply_attention(
     }
     numbers = {"record_max_logits": record_max_logits, "pad_kv_total": pad_kv_total, "compress_ratio": compress_ratio}
     if self.attention_kernel != KERNEL:
-        return _theirs[0](
+        return _REPLACING.originals[METHOD](
             self, query, key, value, decoder_segment_ids, segment_positions, lengths, model_mode,
             use_ragged_attention=use_ragged_attention, sinks=sinks, **others, **numbers,
             qk_product_einsum=qk_product_einsum, wv_product_einsum=wv_product_einsum,
@@ -119,7 +118,8 @@ def _mask_of(layer: Any, segments: jax.Array | None) -> Mask:
     return made if segments is None else made & Documents(jnp.maximum(segments, -1), padding=-1)
 
 
-PARAMETERS = tuple(inspect.signature(apply_attention).parameters)
+PARAMETERS = tuple(inspect.signature(apply_attention).parameters)[1:]  # without self
+_REPLACING = Replacing("maxtext", "reinstall maxtext", {METHOD: Ours(HOME, apply_attention, PARAMETERS)})
 
 
 def install_attention() -> Installed:
@@ -148,19 +148,8 @@ def install_attention() -> Installed:
     Source: MaxText 0.2.5, `maxtext/layers/attention_op.py`.
     """
     version = require("maxtext", "maxtext", VERSION)
-    owner: Any = getattr(importlib.import_module(HOME), "AttentionOp", None)
-    found = getattr(owner, "apply_attention", None)
-    if found is not apply_attention:
-        known = None if found is None else tuple(inspect.signature(found).parameters)
-        if found is None or known != PARAMETERS or found.__module__ != HOME:
-            raise RuntimeError(
-                f"{NAME}: {HOME}.AttentionOp.apply_attention of MaxText {version} isn't what onchip knows, or was "
-                "replaced; reinstall maxtext, or undo that first"
-            )
-        _theirs[:] = [found]
-        owner.apply_attention = apply_attention
     what = f"MaxText {version} with attention {KERNEL!r}"
-    return Installed(version, (f"{HOME}.AttentionOp.apply_attention",), what=what)
+    return Installed(version, _REPLACING.install(f"MaxText {version}"), what=what)
 
 
 def uninstall_attention() -> None:
@@ -170,5 +159,4 @@ def uninstall_attention() -> None:
         >>> from onchip.integrations.maxtext import uninstall_attention
         >>> uninstall_attention()
     """
-    if _theirs:
-        importlib.import_module(HOME).AttentionOp.apply_attention = _theirs.pop()
+    _REPLACING.uninstall()

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -42,7 +41,7 @@ class Ours(NamedTuple):
 
 @dataclass(frozen=True)
 class Replacing:
-    """onchip's replacements in a library, by name."""
+    """onchip's replacements in a library, by name; that of a method has its class's before it."""
 
     package: str
     remedy: str
@@ -61,19 +60,13 @@ class Replacing:
         """
         self.originals.update({name: self._found(library, name) for name in self.ours})
         for name, ours in self.ours.items():
-            for module in self._holders(name, self.originals[name]):
-                setattr(module, name, ours.value)
-        return tuple(
-            f"{module.__name__}.{name}"
-            for name, ours in self.ours.items()
-            for module in self._holders(name, ours.value)
-        )
+            self._set(name, self.originals[name], ours.value)
+        return tuple(f"{x}.{name}" for name, ours in self.ours.items() for x in self._holders(name, ours.value))
 
     def uninstall(self) -> None:
         """Restore the library's own; without an earlier `install` it does nothing."""
         for name, original in self.originals.items():
-            for module in self._holders(name, self.ours[name].value):
-                setattr(module, name, original)
+            self._set(name, self.ours[name].value, original)
         self.warned.clear()
 
     def original(self, name: str, reason: str, library: str) -> Any:
@@ -89,7 +82,7 @@ class Replacing:
         ours, said = self.ours[name], f"onchip.integrations.{self.package}: "
         place = f"{ours.home}.{name}"
         try:
-            found = getattr(importlib.import_module(ours.home), name, None)
+            found = _named(importlib.import_module(ours.home), name)
         except ModuleNotFoundError as error:
             if not ours.home.startswith(str(error.name)):  # what the library itself lacks
                 raise
@@ -109,7 +102,20 @@ class Replacing:
             )
         return found
 
-    def _holders(self, name: str, value: Any) -> list[ModuleType]:
+    def _holders(self, name: str, value: Any) -> list[str]:
         """The library's loaded modules in which `name` is `value`."""
-        modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == self.package]
-        return [module for module in modules if vars(module).get(name) is value]
+        modules = [key for key in sorted(sys.modules) if key.split(".")[0] == self.package]
+        return [key for key in modules if _named(sys.modules[key], name) is value]
+
+    def _set(self, name: str, before: Any, value: Any) -> None:
+        """Let `name` be `value` wherever it was `before`."""
+        owner, _, last = name.rpartition(".")
+        for key in self._holders(name, before):
+            setattr(_named(sys.modules[key], owner) if owner else sys.modules[key], last, value)
+
+
+def _named(found: Any, name: str) -> Any:
+    """What a module has of this name, or None; what it makes when it is asked isn't made."""
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found

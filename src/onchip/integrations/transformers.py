@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from onchip.frontend.options import ScratchBytes
 from onchip.frontend.torch_inputs import require_tensor
+from onchip.frontend.torch_model import inner_model
 from onchip.frontend.torch_types import Backend
 from onchip.integrations.deferred_logits import (
     DTYPES,
@@ -208,22 +209,13 @@ def token_losses(model: nn.Module, labels: Tensor, **inputs: Any) -> Tensor:
 
 def _base_model(model: Any) -> Any:
     """That of transformers, inside of wrappers and of PEFT's."""
-    inner: Any = model if isinstance(model, nn.Module) else None
-    while inner is not None:
-        if type(inner).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            inner = inner.module
-        elif type(inner).__name__ == "OptimizedModule":
-            inner = inner._orig_mod
-        elif hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif hasattr(inner, "get_output_embeddings"):
-            return inner
-        else:
-            break
-    raise TypeError(
-        "patch: model must be a model of transformers, with get_output_embeddings; got "
-        f"{type(model).__name__}.  For another module, use onchip.torch.LMHead or lm_loss"
-    )
+    inner = inner_model(model)
+    if inner is None:
+        raise TypeError(
+            "patch: model must be a model of transformers, with get_output_embeddings; got "
+            f"{type(model).__name__}.  For another module, use onchip.torch.LMHead or lm_loss"
+        )
+    return inner
 
 
 def _found(model: Any) -> tuple[bool, str]:
