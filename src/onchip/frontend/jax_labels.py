@@ -9,9 +9,8 @@ from jax import lax
 
 from onchip.frontend import topk
 from onchip.frontend.jax_inputs import check_arrays, is_array, unsplit
-from onchip.frontend.jax_types import LossStats
 from onchip.frontend.jax_values import check_factors, checked_labels, log_probs_or_nan, plain_labels
-from onchip.frontend.options import shapes_of
+from onchip.frontend.options import LossStats, shapes_of
 from onchip.frontend.topk import TopK
 
 # So that it can be an argument of a jitted function: its words are static.

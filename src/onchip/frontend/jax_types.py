@@ -1,12 +1,12 @@
 """Types of JAX's public functions."""
 
-from typing import Generic, Literal, NamedTuple
+from typing import Generic, Literal
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from onchip.frontend.options import Flag, OptionsOfLoss, Returning
+from onchip.frontend.options import Flag, LossStats, OptionsOfLoss, Returning
 from onchip.frontend.topk import TopK
 
 Array = jax.Array | npt.NDArray[np.generic]
@@ -16,26 +16,9 @@ Number = float | Array | np.generic
 WeightLayout = Literal["vh", "hv"]
 
 
-class LossStats(NamedTuple):
-    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
-
-    lse: jax.Array
-    """[...] of the loss's dtype: log-sum-exp of the final logits."""
-    log_prob: jax.Array
-    """[...] of the loss's dtype: log-probability of the target; with soft labels q it is sum(q * log(p))."""
-    entropy: jax.Array
-    """[...] of the loss's dtype: entropy of the softmax, in nats."""
-    correct: jax.Array
-    """[...] bool: whether the target, or with soft labels the likeliest one, is the argmax."""
-    argmax: jax.Array
-    """[...] int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
-    target_logit: jax.Array
-    """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
-
-
 Target = Array | TopK[Array] | None
 """Ids or soft labels of a cross-entropy."""
-WithStats = tuple[jax.Array, LossStats]
+WithStats = tuple[jax.Array, LossStats[jax.Array]]
 
 
 class JaxLossKeywords(OptionsOfLoss[Number], Returning[Flag], Generic[Flag], total=False):

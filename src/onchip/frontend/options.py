@@ -138,12 +138,31 @@ Number = TypeVar("Number")
 Flag = TypeVar("Flag", bound=bool)
 No = Literal[False]
 Yes = Literal[True]
+A = TypeVar("A")
+"""A framework's arrays."""
 
 
 class Returning(TypedDict, Generic[Flag], total=False):
     """The keyword that asks for statistics beside a loss: with False for no, True for yes, and bool for who knows."""
 
     return_stats: Flag
+
+
+class LossStats(NamedTuple, Generic[A]):
+    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
+
+    lse: A
+    """[...] of the loss's dtype: log-sum-exp of the final logits."""
+    log_prob: A
+    """[...] of the loss's dtype: log-probability of the target; with soft labels q it is sum(q * log(p))."""
+    entropy: A
+    """[...] of the loss's dtype: entropy of the softmax, in nats."""
+    correct: A
+    """[...] bool: whether the target, or with soft labels the likeliest one, is the argmax."""
+    argmax: A
+    """[...] int64 (in JAX int32): the vocabulary index of the largest logit (the first one, where logits tie)."""
+    target_logit: A
+    """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
 
 
 class OptionsOfLoss(TypedDict, Generic[Number], total=False):

@@ -1,36 +1,19 @@
 """Types of PyTorch's public functions."""
 
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, TypedDict
 
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from onchip.frontend.options import OptionsOfLoss
+from onchip.frontend.options import LossStats, OptionsOfLoss
 from onchip.frontend.topk import TopK
 
 Backend = Literal["auto", "triton", "plain", "torch"]
 
 
-class LossStats(NamedTuple):
-    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
-
-    lse: Tensor
-    """[...] of the loss's dtype: log-sum-exp of the final logits."""
-    log_prob: Tensor
-    """[...] of the loss's dtype: log-probability of the target; with soft labels q it is sum(q * log(p))."""
-    entropy: Tensor
-    """[...] of the loss's dtype: entropy of the softmax, in nats."""
-    correct: Tensor
-    """[...] bool: whether the target, or with soft labels the likeliest one, is the argmax."""
-    argmax: Tensor
-    """[...] int64: the vocabulary index of the largest logit (the first one, where logits tie)."""
-    target_logit: Tensor
-    """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
-
-
 Target = Tensor | TopK[Tensor] | None
 """Ids or soft labels of a cross-entropy."""
-WithStats = tuple[Tensor, LossStats]
+WithStats = tuple[Tensor, LossStats[Tensor]]
 Result = TypeVar("Result", default=Tensor)
 """What a module of a loss returns: the loss, or with return_stats the loss and its statistics."""
 

@@ -5,8 +5,8 @@ from onchip.core.machine import naming_extra
 with naming_extra("onchip.jax", "jax"):
     import jax as _jax  # noqa: F401
 
-from onchip.frontend.jax_types import LossStats as CrossEntropyStats
-from onchip.frontend.jax_types import LossStats as LinearCrossEntropyStats
+from onchip.frontend.options import LossStats as CrossEntropyStats
+from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
 from onchip.ops.attention.jax_nn import dot_product_attention
 from onchip.ops.attention.jax_op import attention
@@ -18,7 +18,8 @@ from onchip.ops.grouped_matmul.jax_op import grouped_matmul
 from onchip.ops.grouped_matmul.moe import MoEStats
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy, sharded_linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd, sharded_linear_jsd
-from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs, log_probs, sharded_linear_log_probs
+from onchip.ops.linear_log_probs import LogProbs
+from onchip.ops.linear_log_probs.jax_op import linear_log_probs, log_probs, sharded_linear_log_probs
 
 __all__ = [
     "CrossEntropyStats",

@@ -6,9 +6,9 @@ with naming_extra("onchip.torch", "torch"):
     import torch as _torch  # noqa: F401
 
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
+from onchip.frontend.options import LossStats as CrossEntropyStats
+from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
-from onchip.frontend.torch_types import LossStats as CrossEntropyStats
-from onchip.frontend.torch_types import LossStats as LinearCrossEntropyStats
 from onchip.ops.attention.torch_op import attention
 from onchip.ops.collective_matmul.torch_module import ColumnParallelLinear, RowParallelLinear
 from onchip.ops.collective_matmul.torch_op import all_gather_matmul, matmul_reduce_scatter
@@ -21,7 +21,8 @@ from onchip.ops.grouped_matmul.torch_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
-from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs, log_probs
+from onchip.ops.linear_log_probs import LogProbs
+from onchip.ops.linear_log_probs.torch_op import linear_log_probs, log_probs
 from onchip.torch.heads import lm_jsd, lm_log_probs
 from onchip.torch.warm import WarmUp, warm_up
 

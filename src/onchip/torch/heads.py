@@ -13,7 +13,8 @@ from onchip.frontend.torch_parallel import OfShards
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_cross_entropy.torch_module import computed, found_head, stored_options, with_shift
 from onchip.ops.linear_jsd.torch_op import linear_jsd
-from onchip.ops.linear_log_probs.torch_op import LogProbs, LogProbsOfHead, linear_log_probs
+from onchip.ops.linear_log_probs import LogProbs
+from onchip.ops.linear_log_probs.torch_op import LogProbsOfHead, linear_log_probs
 
 LOG_PROBS, JSD = "lm_log_probs", "lm_jsd"
 OF_LOG_PROBS = frozenset(inspect.signature(linear_log_probs).parameters)
@@ -45,11 +46,11 @@ def lm_log_probs(
 @overload
 def lm_log_probs(
     head: Module, hidden: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfHead[Yes]]
-) -> LogProbs: ...
+) -> LogProbs[Tensor]: ...
 @overload
 def lm_log_probs(
     head: Module, hidden: Tensor, ids: Tensor | None = None, **options: Unpack[LogProbsOfHead[bool]]
-) -> Tensor | LogProbs: ...
+) -> Tensor | LogProbs[Tensor]: ...
 def lm_log_probs(
     head: Module,
     hidden: Tensor,  # [..., S, H]

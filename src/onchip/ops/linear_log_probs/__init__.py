@@ -28,9 +28,9 @@ The computation is in `onchip.vocab`; docs/architecture.md shows what lives wher
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict
+from typing import ClassVar, Generic, NamedTuple, TypedDict
 
-from onchip.frontend.options import Flag, Shapes, check_head, check_logits, check_options, possessive
+from onchip.frontend.options import A, Flag, Shapes, check_head, check_logits, check_options, possessive
 from onchip.frontend.warm_up import WarmUpCall, head, ids
 
 OP = "linear_log_probs"
@@ -79,15 +79,27 @@ class Results(TypedDict, Generic[Flag], total=False):
     log_sum_sq_probs: Flag
 
 
-class WantedOutputs(NamedTuple):
-    """The results for each id and token; None for those that weren't asked for."""
+class LogProbs(NamedTuple, Generic[A]):
+    """What `linear_log_probs` and `log_probs` return if more than log_prob is asked for.
 
-    log_prob: Any
-    entropy: Any
-    lse: Any
-    top1: Any
-    mean_logits: Any
-    log_sum_sq_probs: Any
+    Fields that weren't asked for are None, although their types here don't say so.
+    """
+
+    log_prob: A
+    """[...] or [..., K], float32 like the other floats (float64 for float64 inputs): log-probability of each id; 0 for
+    ignored ids."""
+    entropy: A
+    """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
+    lse: A
+    """[...]: log-sum-exp of the final logits; 0 for tokens whose ids are all ignored.  Differentiable."""
+    top1: A
+    """[...] int64 (in JAX int32): the vocabulary index of the largest logit (the first one, where logits tie); -1 for
+    tokens whose ids are all ignored."""
+    mean_logits: A
+    """[...]: mean of the final logits over the vocabulary, -inf if one of them is; 0 for tokens whose ids are all
+    ignored."""
+    log_sum_sq_probs: A
+    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for tokens whose ids are all ignored."""
 
 
 def check_shapes(shapes: Shapes, layout: str | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_log_probs import WantedOutputs
+from onchip.ops.linear_log_probs import LogProbs
 from onchip.oracle import cases
 from onchip.oracle.cases import MODELS, named_case, softmax_cases
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
@@ -24,7 +24,7 @@ def linear_log_probs(
     bias: npt.ArrayLike | None = None,  # [V]
     **options: Any,
 ) -> Any:
-    """The fields of `WantedOutputs`, and grad_hidden, grad_weight and grad_bias; the options are those of
+    """The fields of `LogProbs`, and grad_hidden, grad_weight and grad_bias; the options are those of
     `_log_probs`."""
     return _log_probs(Linear(hidden, weight, bias), np.shape(hidden)[:-1], ids, **options)
 
@@ -34,7 +34,7 @@ def log_probs(
     ids: npt.ArrayLike,  # [...] or [..., K]
     **options: Any,
 ) -> Any:
-    """The fields of `WantedOutputs`, and grad_logits; the options are those of `_log_probs`."""
+    """The fields of `LogProbs`, and grad_logits; the options are those of `_log_probs`."""
     return _log_probs(Logits(logits), np.shape(logits)[:-1], ids, **options)
 
 
@@ -99,7 +99,7 @@ def _log_probs(
         dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
         of.backward(r, dz * slope)
     by_token = (x.reshape(shape) for x in (entropy, lse, top1, mean_logits, log_sum_sq_probs))
-    return with_gradients(WantedOutputs(log_prob.reshape(ids.shape), *by_token)._asdict(), of)
+    return with_gradients(LogProbs(log_prob.reshape(ids.shape), *by_token)._asdict(), of)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _call(
 ) -> dict[str, Any]:
     asked = ("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs")
     options = {**keywords, **dict.fromkeys(asked, True), **how}
-    made: WantedOutputs
+    made: LogProbs[Any]
     if logits is not None:
         made = op_in(fw, "linear_log_probs", "log_probs")(logits, ids, **options)
     else:
@@ -238,7 +238,7 @@ def _plain(fw: Any, how: Mapping[str, Any], logits: Any = None, **given: Any) ->
     return plain_log_probs(logits, **options, entropy=entropy)._asdict()
 
 
-def plain_linear_log_probs(hidden: Any, weight: Any, ids: Any, bias: Any = None, **options: Any) -> WantedOutputs:
+def plain_linear_log_probs(hidden: Any, weight: Any, ids: Any, bias: Any = None, **options: Any) -> LogProbs[Any]:
     """The same written with the framework's own functions in hidden's dtype, logits and all."""
     return plain_log_probs(adapter_of(hidden).linear(hidden, weight, bias), ids, **options)
 
@@ -250,7 +250,7 @@ def plain_log_probs(
     ignore_index: int = -100,
     entropy: bool = True,
     **transform: Any,
-) -> WantedOutputs:
+) -> LogProbs[Any]:
     """log_probs, likewise written with the framework's own functions, in the logits' dtype."""
     fw = adapter_of(logits)
     xp = fw.xp
@@ -261,7 +261,7 @@ def plain_log_probs(
     log_p = fw.log_softmax(z, -1)
     picked = xp.where(counted, fw.take(log_p, xp.where(counted, several, 0)), 0)
     p = xp.exp(log_p)
-    return WantedOutputs(
+    return LogProbs(
         picked.reshape(ids.shape),
         xp.where(kept, -(p * xp.where(p > 0, log_p, 0)).sum(-1), 0) if entropy else None,
         xp.where(kept, fw.logsumexp(z, -1), 0),

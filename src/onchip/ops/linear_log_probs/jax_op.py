@@ -35,9 +35,9 @@ from onchip.ops.linear_log_probs import (
     LOGITS_OP,
     OP,
     LogitsOptions,
+    LogProbs,
     LogProbsOptions,
     Results,
-    WantedOutputs,
     check_logits_shapes,
     check_shapes,
 )
@@ -60,29 +60,7 @@ from onchip.vocab.xla.tiles import (
 ON_MESH = f"sharded_{OP}"
 BACKENDS = tuple(jax_ways.MODULES)
 Given = Array | None
-
-
-class LogProbs(NamedTuple):
-    """What `linear_log_probs` and `log_probs` return if more than log_prob is asked for.
-
-    Fields that weren't asked for are None, although their types here don't say so.
-    """
-
-    log_prob: jax.Array
-    """[...] or [..., K], float32 like the other floats (float64 for float64 inputs): log-probability of each id; 0 for
-    ignored ids."""
-    entropy: jax.Array
-    """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
-    lse: jax.Array
-    """[...]: log-sum-exp of the final logits; 0 for tokens whose ids are all ignored.  Differentiable."""
-    top1: jax.Array
-    """[...] int32: the vocabulary index of the largest logit (the first one, where logits tie); -1 for tokens whose
-    ids are all ignored."""
-    mean_logits: jax.Array
-    """[...]: mean of the final logits over the vocabulary, -inf if one of them is; 0 for tokens whose ids are all
-    ignored."""
-    log_sum_sq_probs: jax.Array
-    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for tokens whose ids are all ignored."""
+Values = LogProbs[jax.Array]
 
 
 class JaxLogProbsKeywords(TypedDict, total=False):
@@ -129,11 +107,11 @@ def linear_log_probs(
 @overload
 def linear_log_probs(
     hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfHead[Yes]]
-) -> LogProbs: ...
+) -> Values: ...
 @overload
 def linear_log_probs(
     hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfHead[bool]]
-) -> jax.Array | LogProbs: ...
+) -> jax.Array | Values: ...
 @by_torch("onchip.ops.linear_log_probs.torch_op:linear_log_probs", "hidden", "weight", "bias")
 def linear_log_probs(
     hidden: Array,  # [..., H]
@@ -158,7 +136,7 @@ def linear_log_probs(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
-) -> jax.Array | LogProbs:
+) -> jax.Array | Values:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
@@ -241,11 +219,11 @@ def sharded_linear_log_probs(
 @overload
 def sharded_linear_log_probs(
     hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfMesh[Yes]]
-) -> LogProbs: ...
+) -> Values: ...
 @overload
 def sharded_linear_log_probs(
     hidden: Array, weight: Array, ids: Given = None, bias: Given = None, **options: Unpack[JaxOfMesh[bool]]
-) -> jax.Array | LogProbs: ...
+) -> jax.Array | Values: ...
 def sharded_linear_log_probs(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
@@ -270,7 +248,7 @@ def sharded_linear_log_probs(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
-) -> jax.Array | LogProbs:
+) -> jax.Array | Values:
     r"""`linear_log_probs` with the vocabulary split over the devices of a mesh axis, none of which has the whole
     weight.
 
@@ -321,9 +299,9 @@ def sharded_linear_log_probs(
 @overload
 def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[No]]) -> jax.Array: ...
 @overload
-def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[Yes]]) -> LogProbs: ...
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[Yes]]) -> Values: ...
 @overload
-def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[bool]]) -> jax.Array | LogProbs: ...
+def log_probs(logits: Array, ids: Given = None, **options: Unpack[JaxOfLogits[bool]]) -> jax.Array | Values: ...
 @by_torch("onchip.ops.linear_log_probs.torch_op:log_probs", "logits")
 def log_probs(
     logits: Array,  # [..., V]
@@ -344,7 +322,7 @@ def log_probs(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
-) -> jax.Array | LogProbs:
+) -> jax.Array | Values:
     """Log-probabilities of given ids under the softmax of logits that exist already, with little extra memory.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
@@ -398,7 +376,7 @@ def log_probs(
     return _call(LOGITS_OP, locals())
 
 
-def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
+def _call(op: str, given: dict[str, Any]) -> jax.Array | Values:
     """The result of the public function of this name for these arguments."""
     on_mesh, of_logits, axis = op == ON_MESH, op == LOGITS_OP, given.get("axis_name")
     name, first = (LOGITS_OP, "logits") if of_logits else (OP, "hidden")
@@ -449,8 +427,8 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
 
 
 def returned(
-    options: LogProbsOptions, outputs: WantedOutputs, of_ids: tuple[int, ...], shape: tuple[int, ...]
-) -> jax.Array | LogProbs:
+    options: LogProbsOptions, outputs: LogProbs[Any], of_ids: tuple[int, ...], shape: tuple[int, ...]
+) -> jax.Array | Values:
     """What a public function returns, for ids and tokens of these shapes."""
     log_prob: jax.Array = outputs.log_prob.reshape(of_ids)
     asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
@@ -475,9 +453,9 @@ OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
 """Which of them are indexed by token."""
 
 
-def of_no_tokens(dtype: Any) -> WantedOutputs:
+def of_no_tokens(dtype: Any) -> LogProbs[Any]:
     none = jnp.zeros(0, dtype)
-    return WantedOutputs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
+    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
 
 
 def _by_token(
@@ -515,14 +493,14 @@ def _wanted(static: Static, constants: Any) -> Wanted:
     return Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
 
 
-def _outputs(static: Static, call: LossCall, stats: XlaTokenStats, sums: Any) -> WantedOutputs:
+def _outputs(static: Static, call: LossCall, stats: XlaTokenStats, sums: Any) -> LogProbs[Any]:
     """The outputs, indexed by token, from statistics that are indexed by row."""
     tokens = call.tokens
 
     def spread(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else tokens.spread(x)
 
-    return WantedOutputs(
+    return LogProbs(
         spread(stats.log_prob),
         spread(stats.entropy),
         spread(stats.lse),
@@ -532,7 +510,7 @@ def _outputs(static: Static, call: LossCall, stats: XlaTokenStats, sums: Any) ->
     )
 
 
-def _gradient(static: Static, known: Any, upstream: WantedOutputs) -> XlaTokenGradient:
+def _gradient(static: Static, known: Any, upstream: LogProbs[Any]) -> XlaTokenGradient:
     """The gradient of each token's logits; None in `upstream` means zero."""
     tokens, ids, stats = known.call.tokens, known.call.ids, known.stats
     dtype = stats.lse.dtype

@@ -3,7 +3,7 @@
 They check their inputs, choose a backend and call one of the operators of torch_call.py.
 """
 
-from typing import Any, Generic, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Generic, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from onchip.ops.linear_log_probs import (
     LOGITS_OP,
     OP,
     LogitsOptions,
+    LogProbs,
     LogProbsOptions,
     Results,
     check_logits_shapes,
@@ -47,30 +48,8 @@ from onchip.vocab.torch.parallel import sent_bytes
 from onchip.vocab.triton import setup
 
 Given = Tensor | None
+Values = LogProbs[Tensor]
 BACKENDS = ("triton", "plain")  # "auto" takes the first that can run
-
-
-class LogProbs(NamedTuple):
-    """What `linear_log_probs` and `log_probs` return if more than log_prob is asked for.
-
-    Fields that weren't asked for are None, although their types here don't say so.
-    """
-
-    log_prob: Tensor
-    """[...] or [..., K], float32 like the other floats (float64 for float64 inputs): log-probability of each id; 0 for
-    ignored ids."""
-    entropy: Tensor
-    """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
-    lse: Tensor
-    """[...]: log-sum-exp of the final logits; 0 for tokens whose ids are all ignored.  Differentiable."""
-    top1: Tensor
-    """[...] int64: the vocabulary index of the largest logit (the first one, where logits tie); -1 for tokens whose
-    ids are all ignored."""
-    mean_logits: Tensor
-    """[...]: mean of the final logits over the vocabulary, -inf if one of them is; 0 for tokens whose ids are all
-    ignored."""
-    log_sum_sq_probs: Tensor
-    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for tokens whose ids are all ignored."""
 
 
 class Keywords(TypedDict, total=False):
@@ -103,11 +82,11 @@ def linear_log_probs(
 @overload
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, ids: Given = None, bias: Given = None, **options: Unpack[LogProbsOfHead[Yes]]
-) -> LogProbs: ...
+) -> Values: ...
 @overload
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, ids: Given = None, bias: Given = None, **options: Unpack[LogProbsOfHead[bool]]
-) -> Tensor | LogProbs: ...
+) -> Tensor | Values: ...
 @repeatable
 def linear_log_probs(
     hidden: Tensor,  # [..., H]
@@ -134,7 +113,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     hidden_layout: HiddenLayout = "replicated",
     reduce_hidden_grad: bool = True,
-) -> Tensor | LogProbs:
+) -> Tensor | Values:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
@@ -262,9 +241,9 @@ def linear_log_probs(
 @overload
 def log_probs(logits: Tensor, ids: Given = None, **options: Unpack[LogProbsOfLogits[No]]) -> Tensor: ...
 @overload
-def log_probs(logits: Tensor, ids: Given = None, **options: Unpack[LogProbsOfLogits[Yes]]) -> LogProbs: ...
+def log_probs(logits: Tensor, ids: Given = None, **options: Unpack[LogProbsOfLogits[Yes]]) -> Values: ...
 @overload
-def log_probs(logits: Tensor, ids: Given = None, **options: Unpack[LogProbsOfLogits[bool]]) -> Tensor | LogProbs: ...
+def log_probs(logits: Tensor, ids: Given = None, **options: Unpack[LogProbsOfLogits[bool]]) -> Tensor | Values: ...
 @repeatable
 def log_probs(
     logits: Tensor,  # [..., V]
@@ -286,7 +265,7 @@ def log_probs(
     vocab_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
-) -> Tensor | LogProbs:
+) -> Tensor | Values:
     """Log-probabilities of given ids under the softmax of logits that exist already, with little extra memory.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
@@ -377,7 +356,7 @@ def log_probs(
     return returned(options, ROWS(call).out)
 
 
-def returned(options: LogProbsOptions, made: LogProbsOutputs) -> Tensor | LogProbs:
+def returned(options: LogProbsOptions, made: LogProbsOutputs) -> Tensor | Values:
     """What a public function returns."""
     asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.options import LossTerms
+from onchip.frontend.options import LossStats, LossTerms
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import accumulator, has_values
 from onchip.frontend.torch_register import stated_on
-from onchip.frontend.torch_types import LossStats, WithStats
+from onchip.frontend.torch_types import WithStats
 from onchip.vocab import loss as maths
 from onchip.vocab.torch import labels
 from onchip.vocab.torch.softmax import (
@@ -202,7 +202,7 @@ class LossOutputs(NamedTuple):
         more = ("expected", "entropy", "correct", "argmax", "target_logit", "mass")
         return {"loss": self.loss, "lse": self.lse, "less": self.log_prob} | {x: getattr(self, x) for x in more}
 
-    def stats(self, kind: str) -> LossStats:
+    def stats(self, kind: str) -> LossStats[Tensor]:
         """What the caller gets with return_stats, for labels of this kind."""
         log_prob, logit = self.expected, self.target_logit
         if kind == "ids":

@@ -16,8 +16,8 @@ from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.jax_inputs import as_constant, following, per_token_constant, token_temperature
 from onchip.frontend.jax_labels import labels_of
 from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, WHOLE
-from onchip.frontend.jax_types import LossStats, WithStats
-from onchip.frontend.options import LossTerms
+from onchip.frontend.jax_types import WithStats
+from onchip.frontend.options import LossStats, LossTerms
 from onchip.vocab import loss
 from onchip.vocab.xla.tiles import (
     CountedTokens,
@@ -73,7 +73,7 @@ class XlaLossOutputs(NamedTuple):
     """What forward returns."""
 
     loss: Array  # [], or [T] with reduction "none"
-    stats: LossStats | None  # [T], if asked for
+    stats: LossStats[Array] | None  # [T], if asked for
 
     @staticmethod
     def of_nothing(reduction: str, return_stats: bool, dtype: Any) -> "XlaLossOutputs":
