@@ -87,8 +87,6 @@ class Group:
     """Size and number of equal chunks, in order."""
     times: int = 1
     """How many such groups there are, one after the other."""
-    in_spare: bool = False
-    """Whether exponentials of its one chunk are kept in scratch."""
 
     @property
     def size(self) -> int:
@@ -114,7 +112,7 @@ def cut_groups(vocab: int, chunk: int, together: int, *, kept: bool) -> list[Gro
     if times:
         made.append(Group(rest + more * chunk, ((chunk, together),), times))
     if kept:
-        made.append(Group(end, ((up(vocab, VOCAB_TILE) - end, 1),), in_spare=True))
+        made.append(Group(end, ((up(vocab, VOCAB_TILE) - end, 1),)))
     return made
 
 
@@ -241,20 +239,19 @@ class MosaicHead:
         """Bytes of the exponentials of so many tokens in scratch, and of those for which other memory has no room."""
         return ELEMENT * (in_memory * (self.vocab - split_at(self.problem.vocab, chunk)) + in_scratch * self.vocab)
 
-    def by_tokens(
-        self, tokens: int, rows: int, first: int = 0, in_gradient: int = 0, in_digits: int = 0, chunk: int = 0
-    ) -> dict[str, int]:
+    def by_tokens(self, tokens: int, c: MosaicPlan) -> dict[str, int]:
         """Bytes of a plan that goes by chunks of tokens."""
-        p, made, gaps = self.problem, self.chunk(rows), 0
+        p, rows, first, gaps = self.problem, up(c.token_chunk, TOKEN_TILE), c.first_chunk, 0
+        made = self.chunk(rows)
         if first:
-            longer = self.chunk(first, in_gradient, in_digits, chunk)
+            longer = self.chunk(first, c.kept_in_gradient, c.kept_in_digits, c.chunk)
             smaller = min(first, self.hidden_step)
             if sum(longer.values()) >= sum(made.values()):
                 made, smaller = longer, rows
             # XLA lays buffers of two sizes out with gaps: on an H200 13 MB more than the larger chunk's were needed
             # where a sum of the other one's is 21, and 0.4 where it is 6.
             gaps = 4 * smaller * p.hidden
-        return self.fixed(tokens, first + up(max(0, tokens - first), rows)) | {
+        return self.fixed(tokens, c.positions(tokens)) | {
             # The first 16 bits of both sums are where the gradients will be.
             "more digits of the weight's gradient": self.digits if p.grad_weight else 0,
             "more digits of hidden's gradient": tokens * p.hidden if p.grad_hidden else 0,
@@ -289,14 +286,15 @@ class MosaicHead:
             launches = sum(n for _, n in cut) - 1
         return work, launches
 
-    def by_tokens_ms(self, tokens: int, size: int, first: int = 0, chunk: int = 0) -> float:
+    def by_tokens_ms(self, tokens: int, c: MosaicPlan) -> float:
         """Milliseconds of a plan that goes by chunks of tokens."""
-        number, last = divmod(tokens - min(first, tokens), size)
+        size, first = c.token_chunk, min(c.first_chunk, tokens)
+        number, last = divmod(tokens - first, size)
         work, launches = number * self.of_chunk(size, size), 10 * number
         if last:
             work, number, launches = work + self.of_chunk(last, size), number + 1, launches + 10
         if first:
-            of_first, more = self.of_first(min(first, tokens), chunk)
+            of_first, more = self.of_first(first, c.chunk)
             work, number, launches = work + of_first, number + 1, launches + 10 + more
         return work * STEP + 1e-3 * LAUNCH * launches + self.moved_ms(number, size)
 

@@ -91,7 +91,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         of_rows = {"hidden rows": ELEMENT * rows * p.hidden, "softmax of each tile": head.softmax * rows}
         return head.fixed(p.tokens, up(p.tokens, TOKEN_TILE)) | of_rows
     if c.by_tokens:
-        return head.by_tokens(p.tokens, rows, c.first_chunk, c.kept_in_gradient, c.kept_in_digits, c.chunk)
+        return head.by_tokens(p.tokens, c)
     return head.keeping(p.tokens, c)
 
 
@@ -101,7 +101,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * LAUNCH * -(-p.tokens // c.token_chunk)
     if c.by_tokens:
-        return head_of(p).by_tokens_ms(p.tokens, c.token_chunk, c.first_chunk, c.chunk)
+        return head_of(p).by_tokens_ms(p.tokens, c)
     return head_of(p).keeping_ms(p.tokens, c)
 
 
