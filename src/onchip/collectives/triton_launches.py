@@ -33,11 +33,7 @@ class Meeting(NamedTuple):
 
     def flags(self, which: int = 0) -> Tensor:
         """[ranks, PIECES]: one of two sets of flags, which say which pieces of other ranks have come."""
-        return flags_of(self.head, which)[: self.ranks * PIECES].view(self.ranks, PIECES)
-
-
-def flags_of(head: Tensor, which: int) -> Tensor:
-    return head[which * SET : (which + 1) * SET]
+        return self.head[which * SET :][: self.ranks * PIECES].view(self.ranks, PIECES)
 
 
 class Cut(NamedTuple):

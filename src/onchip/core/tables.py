@@ -26,8 +26,9 @@ def print_table(
     texts = [[cell.plain if isinstance(cell, Text) else cell for cell in row] for row in rows]
     by_column = list(zip(columns, *texts, strict=True))
     # Numbers stay with their units.
-    measures = [cell_len if name in right else _longest_word for name in columns]
-    least = [max(map(measure, cells)) for measure, cells in zip(measures, by_column, strict=True)]
+    named = zip(columns, by_column, strict=True)
+    words = [cells if name in right else " ".join(cells).split() for name, cells in named]
+    least = [max(map(cell_len, cells), default=0) for cells in words]
     widths = [max(map(cell_len, cells)) for cells in by_column]
     room = console.width - 2 * (len(columns) - 1)
     if sum(least) <= room:
@@ -46,7 +47,3 @@ def print_table(
         line = " | ".join(filter(None, cells))
         folded = textwrap.fill(line, console.width, subsequent_indent="    ", break_on_hyphens=False)
         console.print(folded, highlight=False, markup=False)
-
-
-def _longest_word(text: str) -> int:
-    return max(map(cell_len, text.split()), default=0)

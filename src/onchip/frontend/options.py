@@ -3,9 +3,9 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypedDict, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, get_args
 
 from onchip.core.sizes import UNITS
 
@@ -128,10 +128,6 @@ class LossOptions:
     def in_token_weight(self) -> bool:
         """Whether a class weight is a factor of each token's loss: neither smoothing nor z-loss follows it."""
         return self.label_smoothing == 0 and self.z_loss == 0
-
-    def without_lse(self) -> Self:
-        """The same without what depends on the log-sum-exp by itself."""
-        return replace(self, z_loss=0.0)
 
 
 Number = TypeVar("Number")

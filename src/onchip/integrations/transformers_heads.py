@@ -79,7 +79,7 @@ def _more_than_its_class(module: Any) -> str | None:
         for hook in getattr(module, name).values():
             if getattr(hook, "__module__", "") == PLAN:
                 return "is under a plan of tensor parallelism, such as ColwiseParallel; leave the head out of the plan"
-            if not _gathers(hook):
+            if not origins(hook)[-1].startswith(GATHERING):
                 named = getattr(hook, "__qualname__", type(hook).__name__)
                 return (
                     f"has a hook, {named} of {origins(hook)[0]}, which may read or change its logits; remove the hook, "
@@ -94,10 +94,6 @@ def origins(function: Any) -> list[str]:
     code = getattr(code, "__func__", code)
     named = getattr(function, "__module__", None) or type(function).__module__
     return [str(getattr(code, "__globals__", {}).get("__name__", named)), str(named)]
-
-
-def _gathers(hook: Any) -> bool:
-    return origins(hook)[-1].startswith(GATHERING)
 
 
 def _grouped(head: Any) -> bool:

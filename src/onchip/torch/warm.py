@@ -133,16 +133,13 @@ def _warmed(
         returned = function(**arguments, **options)
         if gradients:
             leaves = [x for x in arguments.values() if x.requires_grad]
-            outputs = [x for x in (returned if isinstance(returned, tuple) else (returned,)) if is_output(x)]
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            outputs = [x for x in returned if isinstance(x, Tensor) and x.requires_grad]
             torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return WarmUp(name, tuple(sorted(told.compiled)), len(told.found), time.perf_counter() - start)
-
-
-def is_output(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _current(device: torch.device) -> Any:

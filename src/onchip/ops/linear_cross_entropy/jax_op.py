@@ -381,8 +381,7 @@ def _at_once(static: Static, needs: XlaProjection) -> bool:
     return options.reduction != "none" and options.strategy != "recompute"
 
 
-def _recomputing(static: Static) -> Static:
-    return static._replace(options=replace(static.options, strategy="recompute"))
-
-
-_op = jax_loss.cross_entropy(OP).operator(at_once=_at_once, resumable=_recomputing)
+_op = jax_loss.cross_entropy(OP).operator(
+    at_once=_at_once,
+    resumable=lambda static: static._replace(options=replace(static.options, strategy="recompute")),
+)

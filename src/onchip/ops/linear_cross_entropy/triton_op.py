@@ -81,7 +81,7 @@ def _as_kernels_take_it(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
         return call
     ids = stated.call(_ids, call.ids, call.options.ignore_index)
     each = call.class_weight if call.options.label_smoothing > 0 else None
-    return replace(call, ids=ids, class_weight=each, options=call.options.without_lse())
+    return replace(call, ids=ids, class_weight=each, options=replace(call.options, z_loss=0.0))
 
 
 def _ids(ids: Tensor, ignore_index: int) -> Tensor:

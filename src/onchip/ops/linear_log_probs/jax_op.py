@@ -417,7 +417,8 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | Values:
     static = Static(options, platform(), given["backend"], shard)
     roles = Roles(of_parameters, OF_GIVEN, BY_TOKEN)
     if tokens == 0:
-        made = of_no_tokens(dtype)
+        none = jnp.zeros(0, dtype)
+        made = LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
     elif on_mesh:
         made = OPERATOR.on_mesh(static._replace(mesh=OnMesh(spread, roles)), of, constants)
     else:
@@ -451,11 +452,6 @@ class GivenToLogProbs(NamedTuple):
 
 OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
 """Which of them are indexed by token."""
-
-
-def of_no_tokens(dtype: Any) -> LogProbs[Any]:
-    none = jnp.zeros(0, dtype)
-    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
 
 
 def _by_token(
