@@ -39,7 +39,7 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         (["attention", "--tokens", "8"], "plan: give --heads, --key-heads, --head-size, or --model"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--scratch", "1GiB"], "plan: attention has no --scratch in JAX; leave --scratch out"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--dtype", "float32"], "it is for bfloat16 and float16, not float32"),
-        (["attention", "--tokens", "8", "--framework", "jax", "--backend", "mosaic_gpu", "--heads", "8", "--key-heads", "2", "--head-size", "192"], "heads have at most 128 numbers, not 192"),
+        (["attention", "--tokens", "8", "--framework", "jax", "--backend", "mosaic_gpu", "--heads", "8", "--key-heads", "2", "--head-size", "264"], "heads have at most 256 numbers, not 264"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--gpu", "a100"], "the A100 SXM 80GB has 8.0"),
         (["--tokens", "8", "--model", "xyz"], "the known ones are meta-llama/Llama-2-7b-hf, "),
         ([*LLAMA[1:], "--config", "config.json"], "give --model or --config, not both"),

@@ -18,15 +18,14 @@ from onchip.masks import Causal, Documents
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 
 
-def main(size, tokens=150, heads=2, softcap=3.0):
+def main(size, value_size, tokens=150, heads=2, softcap=3.0):
     rng = np.random.default_rng(0)
-    q, k, v, upstream = (
-        jnp.asarray(rng.standard_normal((1, tokens, h, size)), jnp.bfloat16) for h in (heads, 1, 1, heads)
-    )
+    of = (heads, size), (1, size), (1, value_size), (heads, value_size)
+    q, k, v, upstream = (jnp.asarray(rng.standard_normal((1, tokens, *x)), jnp.bfloat16) for x in of)
     sinks, of_lse = jnp.float32(rng.standard_normal(heads)), jnp.float32(rng.standard_normal((1, tokens, heads)))
     ids = jnp.asarray([[0] * 50 + [1] * 60 + [2] * 40])
     mask = Documents(ids, padding=2) & Causal()
-    problem = AttentionProblem(1, tokens, tokens, heads, 1, size, size)
+    problem = AttentionProblem(1, tokens, tokens, heads, 1, size, value_size)
     static = AttentionStatic(problem, AttentionOptions(softcap=softcap), size**-0.5, 0)
     low = mask.lower(1, tokens, tokens, q)
     given = Parameters(q, k, v, sinks)
@@ -48,4 +47,4 @@ def main(size, tokens=150, heads=2, softcap=3.0):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

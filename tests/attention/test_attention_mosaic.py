@@ -19,6 +19,7 @@ import pytest
 from lowered import on_h100
 from onchip.attention.masks import Intervals
 from onchip.attention.mosaic import work
+from onchip.attention.problem import MOSAIC_SIZES
 from onchip.jax import attention
 from onchip.masks import Causal, Documents
 from onchip.ops.attention.cases import KINDS, Drawn
@@ -98,7 +99,7 @@ def test_which_calls_kernels_serve():
     with on_h100():
         for wrong, call in {
             "it is for bfloat16 and float16, not float32": [x.astype(jnp.float32) for x in (q, k, v)],
-            "heads have at most 128 numbers; q's have 192": [jnp.zeros((1, 8, 1, 192), BF16)] * 3,
+            "heads have at most 256 numbers; q's have 264": [jnp.zeros((1, 8, 1, 264), BF16)] * 3,
             "there are no queries or no keys": [x[:, :0] for x in (q, k, v)],
         }.items():
             with pytest.raises(ValueError, match=f"backend 'mosaic_gpu' can't run this call: {wrong}"):
@@ -111,14 +112,14 @@ def test_which_calls_kernels_serve():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128])
-def test_interpreted(size):
+@pytest.mark.parametrize("sizes", MOSAIC_SIZES, ids=str)
+def test_interpreted(sizes):
     """Forward and gradients of documents with softcap and sinks.  In a process of its own: warpgroups that wait take
     threads of XLA's pool, of which it makes as many as there are processors unless it is told otherwise."""
     script = Path(__file__).parent / "interpreted_attention.py"
     paths = os.pathsep.join(filter(None, sys.path))
     made = subprocess.run(
-        [sys.executable, str(script), str(size)],
+        [sys.executable, str(script), *map(str, sizes)],
         env={**os.environ, "NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
         check=True,
         capture_output=True,

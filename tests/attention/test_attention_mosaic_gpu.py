@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_kernel_cases import KERNEL_CASES
 
+from onchip.attention.problem import MOSAIC_SIZES
 from onchip.jax import attention
 from onchip.masks import Causal, Documents, Window
 from onchip.ops.attention import reference
@@ -24,7 +25,7 @@ op = partial(attention, backend="mosaic_gpu")
 CAUSAL = Causal()
 LONG = AttentionCase("", "full", queries=700, keys=700, heads=4, key_heads=2, size=128, value_size=128)
 CASES = (
-    *(case for case in KERNEL_CASES if max(case.size, case.value_size) <= 128),
+    *KERNEL_CASES,
     *(replace(LONG, name=f"{kind}, long", mask=kind) for kind in KINDS if kind != "blocked"),
     replace(LONG, name="odd sizes", mask="tree", size=37, value_size=75, sinks=True),
     replace(LONG, name="a negative scale", mask="prefixes", options={"scale": -0.05}),
@@ -48,7 +49,8 @@ class Program(NamedTuple):
         heads = case.key_heads, case.heads // case.key_heads
         longer = (case.queries > case.keys) - (case.queries < case.keys)
         tiles = -(-case.queries // 128) > 1, case.queries % 128 == case.keys % 128 == 0
-        large = max(case.size, case.value_size) > 64, case.size == case.value_size in (64, 128)
+        sizes = next(x for x in MOSAIC_SIZES if x[0] >= case.size and x[1] >= case.value_size)
+        large = sizes, sizes == (case.size, case.value_size)
         of_case = large, heads, longer, tiles, case.sinks, tuple(case.options)
         return *of_case, len(self.cases) > 3, self.dtype, self.layout
 

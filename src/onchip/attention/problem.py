@@ -14,6 +14,8 @@ from onchip.frontend.options import (
     require_positive_int,
 )
 
+MOSAIC_SIZES = (64, 64), (128, 128), (192, 128), (256, 256)
+"""The sizes of heads, and of their values, that JAX's kernels have; others are padded with zeros."""
 Layout = Literal["bthd", "bhtd"]
 LAYOUTS = get_args(Layout)
 DEFAULT_SCRATCH = 256 << 20

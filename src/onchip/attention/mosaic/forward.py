@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.attention.mosaic.products import LOWEST, ProductSums, Scores, Seen, rows_of
+from onchip.attention.mosaic.products import LOWEST, ProductSums, Scores, Seen, rows_of, send
 from onchip.attention.mosaic.quads import part_of_thread, sums_by_thread, sums_of_threads
 from onchip.attention.mosaic.work import HALF, L2_BYTES, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
@@ -42,6 +42,10 @@ class ForwardConfig:
     """Whether the wait for the sum of values is kept after the next softmax."""
     registers: tuple[int, int] = (240, 24)
     """Registers of a thread that multiplies, and of one that copies."""
+    tiles: int = 2
+    """How many tiles of queries are in shared memory at a time."""
+    sent: int | None = None
+    """Columns of out that are in shared memory at a time; None: all."""
     l2_bytes: int = L2_BYTES
 
     @property
@@ -50,14 +54,19 @@ class ForwardConfig:
         return self.warpgroups * HALF
 
 
-FORWARD = {64: ForwardConfig(warpgroups=3, pinned=False, registers=(160, 32)), 128: ForwardConfig()}
-"""For heads of these sizes."""
+FORWARD = {
+    (64, 64): ForwardConfig(warpgroups=3, pinned=False, registers=(160, 32)),
+    (128, 128): ForwardConfig(),
+    (192, 128): ForwardConfig(tiles=1, sent=64),
+    (256, 256): ForwardConfig(block=64, tiles=1, sent=64),
+}
+"""For heads of so many numbers, and values of so many."""
 
 
 def forward(
     q: Array,  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
     k: Array,  # likewise, Tk and Hk
-    v: Array,
+    v: Array,  # Dv
     start: Array,  # [B, Tq rounded up to whole tiles] int32
     end: Array,
     stop: Array | None,  # [B, Tk rounded up] int32
@@ -71,18 +80,18 @@ def forward(
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """out, laid out like q, and lse [B, Hq, Tq rounded up] float32."""
-    c, size, dtype = config, q.shape[-1], q.dtype
+    c, size, value_size, dtype = config, q.shape[-1], v.shape[-1], q.dtype
     (of_q, of_k), batch = heads, q.shape[0]
     programs = programs_of(len(items) * of_q, interpret)
     together = heads_together(of_k, 2 * k.nbytes // of_k, c.l2_bytes) * (of_q // of_k)
     barrier = plgpu.Barrier
     shared: dict[str, Any] = {
-        "q_block": swizzled((2, c.tile, size), dtype),
+        "q_block": swizzled((c.tiles, c.tile, size), dtype),
         "k_block": swizzled((c.stages, c.block, size), dtype),
-        "v_block": swizzled((c.stages, c.block, size), dtype),
-        "staging": swizzled((c.warpgroups, HALF, size), dtype),
-        "q_full": barrier(num_arrivals=1, num_barriers=2),
-        "q_free": barrier(num_arrivals=c.warpgroups, num_barriers=2),
+        "v_block": swizzled((c.stages, c.block, value_size), dtype),
+        "staging": swizzled((c.warpgroups, HALF, c.sent or value_size), dtype),
+        "q_full": barrier(num_arrivals=1, num_barriers=c.tiles),
+        "q_free": barrier(num_arrivals=c.warpgroups, num_barriers=c.tiles),
         "k_full": barrier(num_arrivals=1, num_barriers=c.stages),
         "k_free": barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
         "v_full": barrier(num_arrivals=1, num_barriers=c.stages),
@@ -92,13 +101,13 @@ def forward(
 
     def body(refs: Refs, *more: Any) -> None:
         refs = {**refs, **dict(zip(shared, more, strict=True))}
-        kernel = _Forward(refs, c, layout, size, of_q // of_k, scores, interpret)
+        kernel = _Forward(refs, c, layout, value_size, of_q // of_k, scores, interpret)
         run = partial(each_item, refs, of_q, together, programs)
         lax.cond(lax.axis_index("warpgroup") == c.warpgroups, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
     inputs = {"q": q, "k": k, "v": v, "start": start, "end": end, "stop": stop, "sinks": sinks, "items": items}
     outputs = {
-        "out": jax.ShapeDtypeStruct(q.shape, dtype),
+        "out": jax.ShapeDtypeStruct((*q.shape[:-1], value_size), dtype),
         "lse": jax.ShapeDtypeStruct((batch, of_q, start.shape[1]), jnp.float32),
     }
     made = launch(
@@ -124,10 +133,10 @@ class _Forward:
         return lax.rem(number, jnp.int32(self.c.stages))
 
     def q_slot(self, turn: Any) -> Any:
-        return lax.rem(turn, jnp.int32(2))
+        return lax.rem(turn, jnp.int32(self.c.tiles))
 
     def each_free(self, do: Callable[[Any], None]) -> None:
-        for x, slots in (("q", 2), ("k", self.c.stages), ("v", self.c.stages)):
+        for x, slots in (("q", self.c.tiles), ("k", self.c.stages), ("v", self.c.stages)):
             for slot in range(slots):
                 do(self.refs[f"{x}_free"].at[slot])
 
@@ -246,8 +255,5 @@ class _Forward:
             nothing, -jnp.inf, most * LN2 + jnp.log(divisor)
         )
         acc = acc * self.registers.spread(1 / divisor, acc.shape, 1)
-        block = refs["staging"].at[self.warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        block[...] = acc.astype(refs["q"].dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(block, rows_of(refs["out"], self.layout, item.batch, row, HALF, item.head))
+        into = rows_of(refs["out"], self.layout, item.batch, row, HALF, item.head)
+        send(acc.astype(refs["q"].dtype), refs["staging"].at[self.warpgroup], into)

@@ -14,14 +14,12 @@ from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, GradientInputs
 from onchip.attention.mosaic.forward import FORWARD
 from onchip.attention.mosaic.products import Scores
 from onchip.attention.mosaic.work import ALL_TILES, key_items, query_items
+from onchip.attention.problem import MOSAIC_SIZES
 from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges, on_device
 from onchip.frontend.jax_spread import Between, with_gradients_on_mesh
 from onchip.kernels.mosaic.maths import LOG2E
 
 Array = jax.Array
-
-SIZES = (64, 128)
-"""The head sizes that kernels have; other heads are padded with zeros."""
 
 
 class ForwardInputs(NamedTuple):
@@ -70,11 +68,12 @@ def _up(tokens: int, to: int = ALL_TILES) -> int:
     return -(-tokens // to) * to
 
 
-def _for_copies(static: AttentionStatic, interpret: Any, x: Array) -> Array:
-    """x, padded to a head size that kernels have and to a multiple of 8 tokens, as Mosaic's copies need; on the CPU to
-    whole tiles, since the interpreter writes no part of a block."""
-    axis = _token_axis(static)
-    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else ALL_TILES))
+def _for_copies(static: AttentionStatic, interpret: Any, q: Array, k: Array, *of_values: Array) -> list[Array]:
+    """The arrays, padded to sizes that kernels have and to a multiple of 8 tokens, as Mosaic's copies need; on the CPU
+    to whole tiles, since the interpreter writes no part of a block."""
+    axis, (size, value_size) = _token_axis(static), _sizes(static)
+    filled = *(_filled(x, -1, size) for x in (q, k)), *(_filled(x, -1, value_size) for x in of_values)
+    return [_filled(x, axis, _up(x.shape[axis], 8 if interpret is None else ALL_TILES)) for x in filled]
 
 
 def _cut(static: AttentionStatic, x: Array, tokens: int, size: int) -> Array:
@@ -86,9 +85,9 @@ def _token_axis(static: AttentionStatic) -> int:
     return 1 if static.options.layout == "bthd" else 2
 
 
-def _head_size(static: AttentionStatic) -> int:
+def _sizes(static: AttentionStatic) -> tuple[int, int]:
     p = static.problem
-    return next(x for x in SIZES if x >= max(p.size, p.value_size))
+    return next(x for x in MOSAIC_SIZES if x[0] >= p.size and x[1] >= p.value_size)
 
 
 def _how(static: AttentionStatic) -> dict[str, Any]:
@@ -110,8 +109,8 @@ def _limits(static: AttentionStatic, mask: Ranges) -> tuple[Intervals, Array, Ar
 
 def _forward_kernel(static: AttentionStatic, interpret: Any, x: ForwardInputs) -> tuple[Array, Array]:
     """out, and lse [B, Hq, Tq rounded up]."""
-    p, config = static.problem, FORWARD[_head_size(static)]
-    q, k, v = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v))
+    p, config = static.problem, FORWARD[_sizes(static)]
+    q, k, v = _for_copies(static, interpret, x.q, x.k, x.v)
     mask, start, end, stop = _limits(static, x.mask)
     items = query_items(mask, static.problem.keys, config.block, config.tile)
     out, lse = forward.forward(
@@ -130,16 +129,18 @@ def _backward_kernels(
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, and of k and v, where they are wanted."""
     p, how = static.problem, {**_how(static), "interpret": interpret}
-    q, k, v, grad_out = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v, grad_out))
+    q, k, v, grad_out = _for_copies(static, interpret, x.q, x.k, x.v, grad_out)
     mask, start, end, stop = _limits(static, x.mask)
     given = GradientInputs(q, k, v, grad_out, start, end, stop, numbers)
     grad_q = grad_k = grad_v = None
     if wanted[0]:
-        made = backward.by_query(given, query_items(mask, p.keys, BY_QUERY.block), **how)
+        config = BY_QUERY[_sizes(static)]
+        made = backward.by_query(given, query_items(mask, p.keys, config.block), config=config, **how)
         grad_q = _cut(static, made, p.queries, p.size)
     if wanted[1]:
-        config = BY_KEY[_head_size(static)]
-        grad_k, grad_v = backward.by_key(given, key_items(mask, p.keys, config.block), config=config, **how)
+        config = BY_KEY[_sizes(static)]
+        items = key_items(mask, p.keys, config.block, config.tile)
+        grad_k, grad_v = backward.by_key(given, items, config=config, **how)
         grad_k, grad_v = _cut(static, grad_k, p.keys, p.size), _cut(static, grad_v, p.keys, p.value_size)
     return grad_q, grad_k, grad_v
 

@@ -148,3 +148,13 @@ def rows_of(ref: Any, layout: str, batch: Any, first: Any, count: int, head: Any
     """`count` tokens of a head, from `first` on, in an array [B, T, H, D] or [B, H, T, D]."""
     over = pl.ds(first, count)
     return ref.at[batch, over, head] if layout == "bthd" else ref.at[batch, head, over]
+
+
+def send(value: Any, staging: Any, into: Any) -> None:
+    """Copy a value [rows, columns] to device memory by way of `staging`, which has room for some of the columns."""
+    width = staging.shape[1]
+    for first in range(0, value.shape[1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = value if width == value.shape[1] else value[:, first : first + width]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, into if width == value.shape[1] else into.at[:, pl.ds(first, width)])

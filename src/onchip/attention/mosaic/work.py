@@ -46,9 +46,9 @@ def query_items(mask: Intervals, keys: int, block: int, tile: int = TILE) -> Arr
     return _in_blocks(meet, full & (jnp.arange(full.shape[-1]) < keys // block)[None, None], block, least=1)
 
 
-def key_items(mask: Intervals, keys: int, block: int) -> Array:
+def key_items(mask: Intervals, keys: int, block: int, tile: int = TILE) -> Array:
     """[B * tiles, 6] int32: tiles of keys with their blocks of `block` queries."""
-    meet, full = (x.swapaxes(1, 2) for x in _pairs(mask, keys, block, TILE))
+    meet, full = (x.swapaxes(1, 2) for x in _pairs(mask, keys, block, tile))
     return _in_blocks(meet, full, block, least=0)
 
 

@@ -1,6 +1,7 @@
 """A product that begins a sum.  Pallas adds products to sums in registers only, which are zeros at first: these zeros
 take an instruction for each of a thread's numbers."""
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jaxlib.mlir.dialects import llvm, vector
 
 ROWS, SLICE, STEP = 64, 64, 16
 """Rows of a product; numbers that a row of a block has in 128 bytes; those that an instruction sums."""
+# Addresses of more steps are made anew for each product: where a block stays for a loop, they would stay in registers.
+_KEPT_STEPS = 4
 _BLOCK = plgpu.RefType((plgpu.TilingTransform((8, SLICE)), plgpu.SwizzleTransform(128)))
 
 
@@ -34,6 +37,9 @@ def begin_product(a: Any, b: Any) -> Any:
         )  # fmt: skip
         kind = {ir.BF16Type: "bf16", ir.F16Type: "f16"}[type(ir.MemRefType(a.type).element_type)]
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        if _steps(a) > _KEPT_STEPS:
+            anew = partial(llvm.inline_asm, asm_string="mov.b64 $0, $1;", constraints="=l,l", has_side_effects=True)
+            a_at, b_at = (anew(i64, [x]) for x in (a_at, b_at))
         numbers = [f"${i}" for i in range(n // 2)]
         result = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(numbers))})>")
         sums: list[Any] = []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.attention.masks import MASKS, OP, STATIC, Causal, Mask, check_mask, check_mask_values
-from onchip.attention.problem import AttentionOptions, Layout, check_shapes, scale_of
+from onchip.attention.problem import MOSAIC_SIZES, AttentionOptions, Layout, check_shapes, scale_of
 from onchip.attention.xla.plain import ATTENTION, AttentionStatic, Parameters, Ranges, roles_of
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
@@ -92,7 +92,7 @@ def attention(
         return_lse: also return each query's log-sum-exp, which is differentiable.
         check_inputs: check the mask's numbers on a GPU too, which waits for the device.  On the CPU they are always
             checked, unless they are traced; then check_inputs=True raises.
-        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, D and Dv up to 128, any mask
+        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, D and Dv up to 256, any mask
             but `Blocked`), "xla" (plain JAX, any device), or "auto": the first of these that can run the call.
 
     Returns:
@@ -110,8 +110,8 @@ def attention(
 
     Memory: q, k, v, out and 4 * B * Tq * Hq bytes are kept for backward.  "xla" also needs tiles of 128 queries by 256
     keys for all heads, and in backward the gradients in float32.  "mosaic_gpu" needs 8 * B * Tq * Hq bytes and a copy
-    of out's gradient in backward, and copies of arrays whose heads don't have 64 or 128 numbers or whose tokens aren't
-    a multiple of 8.
+    of out's gradient in backward, and copies of arrays where D and Dv aren't both 64, 128 or 256, or 192 and 128, or
+    whose tokens aren't a multiple of 8.
 
     Example:
         >>> import jax
@@ -171,7 +171,7 @@ def _check_shardings(layout: Layout, arrays: Mapping[str, Any]) -> None:
 
 def mosaic_refusal(platform: str, static: AttentionStatic, dtype: str) -> str | None:
     """Why the kernels can't serve a call, or None."""
-    p, most = static.problem, 128
+    p, most = static.problem, MOSAIC_SIZES[-1][0]
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if dtype not in ("bfloat16", "float16"):

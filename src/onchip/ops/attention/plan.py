@@ -4,7 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from onchip.attention.problem import DEFAULT_SCRATCH, AttentionProblem, least_scratch, rows_of_block, scratch_parts
+from onchip.attention.problem import (
+    DEFAULT_SCRATCH,
+    MOSAIC_SIZES,
+    AttentionProblem,
+    least_scratch,
+    rows_of_block,
+    scratch_parts,
+)
 from onchip.attention.triton.problem import (
     LARGEST_HEAD,
     TILE,
@@ -83,8 +90,8 @@ def _of_parts(parts: Callable[[int | None], dict[str, int]], least: int, rows: i
 def _mosaic_refusal(asked: PlannedCall) -> str | None:
     if asked.problem.dtype == "float32":
         return "it is for bfloat16 and float16, not float32"
-    if (most := max(asked.head_size, asked.value_size)) > MOSAIC_SIZES[-1]:
-        return f"heads have at most {MOSAIC_SIZES[-1]} numbers, not {most}"
+    if (most := max(asked.head_size, asked.value_size)) > MOSAIC_SIZES[-1][0]:
+        return f"heads have at most {MOSAIC_SIZES[-1][0]} numbers, not {most}"
     return cuda_refusal(asked) or hopper_refusal(asked)
 
 
@@ -99,10 +106,10 @@ def _mosaic(asked: PlannedCall) -> Way:
     if asked.gradients:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
         parts["out's gradient, copied"] = size * planes * p.queries * p.value_size
-    width = next(x for x in MOSAIC_SIZES if x >= max(p.size, p.value_size))
-    if min(p.size, p.value_size) != width or p.queries % 8:
-        of_all = size * width * p.batch * (p.queries * p.heads + p.keys * p.key_heads)
-        parts["copies padded to whole blocks"] = 2 * of_all * (1 + asked.gradients)
+    widths = next(x for x in MOSAIC_SIZES if x[0] >= p.size and x[1] >= p.value_size)
+    if (p.size, p.value_size) != widths or p.queries % 8:
+        of_all = size * sum(widths) * p.batch * (p.queries * p.heads + p.keys * p.key_heads)
+        parts["copies padded to whole blocks"] = of_all * (1 + asked.gradients)
     return replace(_fixed(parts, TILE), has_budgets=False)
 
 
@@ -130,9 +137,8 @@ def _plain(asked: PlannedCall) -> Baseline:
     return Baseline("eager", expression, scores * size * (3 if asked.gradients else 2))
 
 
-# Of xla.plain, and sizes of heads of mosaic.op, which import JAX.
+# Of xla.plain, which imports JAX.
 XLA_ROWS, XLA_COLUMNS = 128, 256
-MOSAIC_SIZES = 64, 128
 
 PLAN = PlannedOp(
     backends={
