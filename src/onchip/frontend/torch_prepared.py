@@ -28,9 +28,9 @@ from torch import Tensor
 from onchip.frontend import torch_builder
 from onchip.frontend.torch_builder import SHARED, THREAD, Builder, Prepared, Tensors
 
-# The number of kinds of calls that an operator remembers.  A training run has a handful; if each step has a new length,
-# none is used.
-MOST_KINDS = 64
+# The number of kinds of calls that an operator remembers.  A training run has a handful, or a hundred or two if lengths
+# are padded to multiples of 64; if each step has a new length, none is used.  One takes up to 100 KB of the host's.
+MOST_KINDS = 256
 SEEN_ONCE = "it was called once"
 T = TypeVar("T")
 
