@@ -5,17 +5,11 @@ runs again in another process, which finds these caches filled.  All processes o
 time, before the first one measures.
 """
 
-import json
-import math
-import os
-import pickle
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -24,7 +18,7 @@ from rich.progress import TimeElapsedColumn
 
 from onchip.bench import report
 from onchip.bench.harness import BenchRow, NotRun, Outcome, judged, progress_bar, sizes_of
-from onchip.bench.lengths_process import AskedLengths, implementations
+from onchip.bench.lengths_process import AskedLengths, implementations, serve
 from onchip.bench.peers import Implementation
 from onchip.bench.timing import Timing
 
@@ -108,71 +102,53 @@ class _Pair:
 
     def __init__(self, stack: ExitStack) -> None:
         caches = stack.enter_context(tempfile.TemporaryDirectory())
-        self.empty, self.filled = (stack.enter_context(_Measuring(caches)) for _ in range(2))
+        self.empty, self.filled = (stack.enter_context(_measuring(caches)) for _ in range(2))
 
     def wait_for_imports(self) -> None:
-        self.empty.wait_for_imports()
-        self.filled.wait_for_imports()
+        """Or until they have ended."""
+        for process in (self.empty, self.filled):
+            with suppress(EOFError):
+                process.recv()
 
     def measure(self, asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
         """What the processes found; raises RuntimeError with the message of a process that failed."""
-        found = self.empty.measure(asked, lambda doing: tell(f"empty cache, {doing}"))
+        found = _answer(self.empty, asked, lambda doing: tell(f"empty cache, {doing}"))
         first = replace(asked, number=0)
-        found["filled"] = self.filled.measure(first, lambda doing: tell(f"filled cache, {doing}"))["first"]
+        found["filled"] = _answer(self.filled, first, lambda doing: tell(f"filled cache, {doing}"))["first"]
         return found
 
 
-class _Measuring:
-    """A process that imports PyTorch, then waits for what it shall measure."""
+@contextmanager
+def _measuring(caches: str) -> Iterator[Any]:
+    """The connection to a process that imports PyTorch, then waits for what it shall measure."""
+    fresh = get_context("spawn")
+    ours, theirs = fresh.Pipe()
+    process = fresh.Process(target=serve, args=(theirs, caches))
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
 
-    def __init__(self, caches: str) -> None:
-        of_caches = {f"{name}_CACHE_DIR": str(Path(caches) / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed in __exit__
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "onchip.bench.lengths_process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=os.environ | of_caches,
-        )  # fmt: skip
 
-    def __enter__(self) -> "_Measuring":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        with suppress(BrokenPipeError), self.process:  # waits, and closes the pipes
-            pass
-        self.errors.close()
-
-    def wait_for_imports(self) -> None:
-        """Or until it has ended."""
-        next(self._said(), None)
-
-    def measure(self, asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
-        """What it found; raises RuntimeError with its message if it failed."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as stdin:
-            pickle.dump(asked, stdin)
-        for said in self._said():
-            if "found" in said:
-                self.process.wait()
-                return dict(said["found"])
-            tell(said["doing"])
-        self.process.wait()
-        self.errors.seek(0)
-        lines = self.errors.read().strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"its process ended with {self.process.returncode}")
-
-    def _said(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with suppress(ValueError):  # a library's own words
-                if isinstance(said := json.loads(line), dict):
-                    yield said
+def _answer(process: Any, asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
+    """What a process found, which tells what it does until then."""
+    try:
+        process.send(asked)
+        while isinstance(said := process.recv(), str):
+            tell(said)
+    except (EOFError, OSError):
+        raise RuntimeError("its process ended") from None
+    if "failure" in said:
+        raise RuntimeError(said["failure"])
+    return dict(said)
 
 
 def _rows(asked: AskedLengths, found: Mapping[str, Any], date: str) -> list[LengthsRow]:
     """A row for each kind of calls; a wrong result has no times."""
-    errors = {name: (math.nan if error is None else error, bound) for name, (error, bound) in found["errors"].items()}
-    judgement = judged(errors)
+    judgement = judged(found["errors"])
     made = LengthsRow(
         op=asked.op,
         case=asked.case.name,

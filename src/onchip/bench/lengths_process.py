@@ -1,20 +1,15 @@
-"""One implementation in a process of its own: its first calls, and then calls of ever new lengths.
+"""One implementation in a process of its own: its first calls, and then calls of ever new lengths."""
 
-Run as a module, it imports PyTorch, reads a pickled `AskedLengths` from standard input and prints lines of JSON: that
-it is ready, what it is doing and, at the end, what it found.
-"""
-
-import json
-import pickle
+import os
 import random
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from onchip.bench.harness import BenchedOp
+from onchip.bench.harness import BenchedOp, one_line
 from onchip.bench.peers import Implementation, no_compiler
 from onchip.bench.timing import Step
 from onchip.registry import OPS
@@ -151,17 +146,14 @@ def measure(asked: AskedLengths, op: BenchedOp, tell: Callable[[str], None]) -> 
     return found
 
 
-def main() -> None:
-    def say(**said: Any) -> None:
-        print(json.dumps(said), flush=True)
-
+def serve(parent: Any, caches: str) -> None:
+    """Import PyTorch, say so, receive an `AskedLengths`, and send what is done and at last what was found or failed."""
+    os.dup2(2, 1)  # a library's own words
+    os.environ |= {f"{name}_CACHE_DIR": str(Path(caches) / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
     import_module("onchip.torch")
-    say(ready=True)
-    asked: AskedLengths = pickle.load(sys.stdin.buffer)
-    op = OPS[asked.op].entry("bench:TORCH")
-    found: Mapping[str, Any] = measure(asked, op, lambda doing: say(doing=doing))
-    say(found=found)
-
-
-if __name__ == "__main__":
-    main()
+    parent.send("ready")
+    asked: AskedLengths = parent.recv()
+    try:
+        parent.send(measure(asked, OPS[asked.op].entry("bench:TORCH"), parent.send))
+    except Exception as error:
+        parent.send({"failure": one_line(error)})
