@@ -14,18 +14,16 @@ Sources: Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024); 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from onchip.collectives import triton_launches as launches
 from onchip.collectives.torch_buffers import Buffer, free_buffers, mapping_refusal, opened, refusal
 from onchip.collectives.torch_ring import ProcessRing
 from onchip.kernels.torch_products import product, widen
 from onchip.kernels.triton.launch import device_of
-
-if TYPE_CHECKING:
-    from onchip.collectives.triton_launches import Cut
 
 __all__ = ["blocks", "free_buffers", "gathered", "linear_of_all", "mapping_refusal", "reduced", "refusal", "summed"]
 
@@ -45,13 +43,9 @@ def linear_of_all(
     Returns all ranks' x, [ranks, rows, C], in which this rank's is filled only if `whole`.  It stays valid until the
     group's next call, or is copied `into` memory of the caller's.
     """
-    from onchip.collectives import triton_launches as launches
-
     x, whole = x.contiguous(), whole or into is not None
-    buffer = opened(ring, x.device, ring.ranks * x.nbytes)
+    buffer = _met(ring, x, ring.ranks * x.nbytes)
     blocks = buffer.blocks(ring.rank, (ring.ranks, *x.shape), x.dtype)
-    with device_of(x):
-        launches.meet(buffer.at, clear=True).run()
     # Pushes before the product: then nothing that the host does later keeps peers waiting.
     with _aside(buffer):
         for step in range(1, ring.ranks):
@@ -68,13 +62,8 @@ def linear_of_all(
 
 def gathered(ring: ProcessRing, x: Tensor) -> Tensor:
     """All ranks' x [rows, C] as [ranks, rows, C]; it stays valid until the group's next call."""
-    from onchip.collectives import triton_launches as launches
-
     x = x.contiguous()
-    buffer = opened(ring, x.device, ring.ranks * x.nbytes)
-    with device_of(x):
-        launches.meet(buffer.at, clear=True).run()
-    return _gathered(ring, buffer, x, 0)()
+    return _gathered(ring, _met(ring, x, ring.ranks * x.nbytes), x, 0)()
 
 
 def summed(
@@ -91,15 +80,11 @@ def summed(
     The sum is rounded once.  Addends travel in `dtype`, and are added in the order rank + 1, rank + 2, ..., rank.  With
     `meanwhile`, a tensor and a function, the function is given all ranks' tensors while addends travel.
     """
-    from onchip.collectives import triton_launches as launches
-
     xs = x.chunk(ring.ranks)
     numbers = ring.ranks, *out.shape
     begin = -(-dtype.itemsize * ring.ranks * out.numel() // 16) * 16
     other = None if meanwhile is None else meanwhile[0].contiguous()
-    buffer = opened(ring, x.device, begin + (0 if other is None else ring.ranks * other.nbytes))
-    with device_of(x):
-        launches.meet(buffer.at, clear=True).run()
+    buffer = _met(ring, x, begin + (0 if other is None else ring.ranks * other.nbytes))
     rows = None if other is None else _gathered(ring, buffer, other, 1, begin)
     leaving = _sent(ring, buffer, out, dtype, lambda rank, block: product(block, widen(xs[rank]), weight))
     if meanwhile is not None and rows is not None:
@@ -116,13 +101,9 @@ def blocks(ring: ProcessRing, x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
     The block of a rank that doesn't come is NaN, in 16 bits, in 32 bits and in FP8.
     """
-    from onchip.collectives import triton_launches as launches
-
     x = x.contiguous()
-    buffer = opened(ring, x.device, ring.ranks * x.nbytes)
+    buffer = _met(ring, x, ring.ranks * x.nbytes)
     arriving = buffer.blocks(ring.rank, (ring.ranks, *x.shape), x.dtype)
-    with device_of(x):
-        launches.meet(buffer.at, clear=True).run()
     with _aside(buffer):
         for step in range(1, ring.ranks):
             _push(ring, buffer, step, x, 0)
@@ -139,11 +120,7 @@ def reduced(ring: ProcessRing, addend: Callable[[int, Tensor], None], like: Tens
     """As the ring's function: an addend leaves while the next is computed; the rank's own is computed last and added
     first.
     """
-    from onchip.collectives import triton_launches as launches
-
-    buffer = opened(ring, like.device, ring.ranks * like.nbytes)
-    with device_of(like):
-        launches.meet(buffer.at, clear=True).run()
+    buffer = _met(ring, like, ring.ranks * like.nbytes)
     leaving = _sent(ring, buffer, like, like.dtype, addend)
     addend(ring.rank, like)
     addends = buffer.blocks(ring.rank, (ring.ranks, *like.shape), like.dtype)
@@ -154,6 +131,14 @@ def reduced(ring: ProcessRing, addend: Callable[[int, Tensor], None], like: Tens
     _join(buffer)
     del leaving
     return like
+
+
+def _met(ring: ProcessRing, x: Tensor, size: int) -> Buffer:
+    """The group's buffer of this many bytes on x's device, behind the barrier, with this rank's flags cleared."""
+    buffer = opened(ring, x.device, size)
+    with device_of(x):
+        launches.meet(buffer.at, clear=True).run()
+    return buffer
 
 
 def _sent(
@@ -176,8 +161,6 @@ def _sent(
 
 def _gathered(ring: ProcessRing, buffer: Buffer, x: Tensor, which: int, begin: int = 0) -> Callable[[], Tensor]:
     """Begin to push x, with a set of flags; the returned function waits for all ranks' x, in the caller's stream."""
-    from onchip.collectives import triton_launches as launches
-
     blocks = buffer.blocks(ring.rank, (ring.ranks, *x.shape), x.dtype, begin)
     with _aside(buffer):
         for step in range(1, ring.ranks):
@@ -195,20 +178,18 @@ def _gathered(ring: ProcessRing, buffer: Buffer, x: Tensor, which: int, begin: i
 
 
 def _push(
-    ring: ProcessRing, buffer: Buffer, step: int, x: Tensor, which: int, begin: int = 0, cut: "Cut | None" = None
+    ring: ProcessRing, buffer: Buffer, step: int, x: Tensor, which: int, begin: int = 0, cut: launches.Cut | None = None
 ) -> None:
     """Push this rank's block to the rank `step` after it, as a whole or piece by piece, each piece with its flag."""
-    from onchip.collectives.triton_launches import PIECES
-
     peer = (ring.rank + step) % ring.ranks
     there = buffer.blocks(peer, (ring.ranks, *x.shape), x.dtype, begin)[ring.rank]
     if cut is None or cut.pieces == 1:
         there.copy_(x)
-        _set(buffer, peer, which, ring.rank * PIECES)
+        _set(buffer, peer, which, ring.rank * launches.PIECES)
         return
     for piece, (to, of) in enumerate(zip(there.split(cut.rows), x.split(cut.rows), strict=True)):
         to.copy_(of)
-        _set(buffer, peer, which, ring.rank * PIECES + piece)
+        _set(buffer, peer, which, ring.rank * launches.PIECES + piece)
 
 
 @contextmanager

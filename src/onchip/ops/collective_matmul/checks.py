@@ -38,8 +38,8 @@ def plain_refusals(
         return {"xla": None}
     import torch
 
+    from onchip.collectives.torch_buffers import refusal
     from onchip.collectives.torch_ring import ProcessRing
-    from onchip.collectives.torch_symmetric import refusal
 
     alone = ProcessRing("", 0, 1)
     of_symmetric = refusal(alone, torch.device(device), getattr(torch, dtype))
@@ -52,8 +52,8 @@ def _refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any])
     if framework == "torch" and refusals["symmetric"] is None:
         import torch
 
+        from onchip.collectives.torch_buffers import mapping_refusal
         from onchip.collectives.torch_ring import ring_of
-        from onchip.collectives.torch_symmetric import mapping_refusal
 
         ring = ring_of(GATHER, None)
         alone = "nothing travels" if ring.ranks == 1 else None

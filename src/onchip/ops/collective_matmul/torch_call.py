@@ -5,22 +5,20 @@ travel in `reduce_dtype`.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from onchip.collectives import torch_collective, torch_ring, torch_symmetric
+from onchip.collectives import torch_ring
 from onchip.collectives.problem import GATHER, SCATTER
 from onchip.collectives.torch_ring import ProcessRing, check_alike
 from onchip.frontend.torch_inputs import accumulator, dtype_name
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.torch_products import product, widen
 from onchip.ops.collective_matmul.torch_products import FullProducts, InFp8, Operand, flat, products_of
-
-# The modules of the backends that move all blocks by one plan; both have the same functions.  The ring is in this file.
-_AT_ONCE: dict[str, Any] = {"symmetric": torch_symmetric, "collective": torch_collective}
 
 
 class PeerCopies(NamedTuple):
@@ -160,14 +158,19 @@ def _maps(ring: ProcessRing, x: Tensor) -> bool:
 
 
 def _at_once(ring: ProcessRing, by: FullProducts | InFp8, x: Tensor) -> Any:
-    """The module that moves all blocks like `x` by one plan, or None: FP8's move one by one."""
-    if isinstance(by, InFp8) or (ring.backend == "symmetric" and not _maps(ring, x)):
+    """The module that moves all blocks like `x` by one plan, or None: FP8's move one by one, and the ring's."""
+    if isinstance(by, InFp8) or not (ring.backend == "collective" or _maps(ring, x)):
         return None
-    return _AT_ONCE.get(ring.backend)
+    return _mover(ring.backend)
 
 
 def _one_by_one(ring: ProcessRing, x: Tensor) -> Any:
-    return torch_symmetric if _maps(ring, x) else torch_ring
+    return _mover("symmetric") if _maps(ring, x) else torch_ring
+
+
+def _mover(backend: str) -> Any:
+    """The module of a backend; the one for mapped memory imports Triton."""
+    return import_module(f"onchip.collectives.torch_{backend}")
 
 
 def _travelling(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from onchip.collectives import torch_symmetric as symmetric
+from onchip.collectives import torch_buffers
 from onchip.collectives.problem import GATHER, SCATTER, CollectiveSizes, check_shapes
 from onchip.collectives.torch_ring import ProcessRing, refusal, ring_of
 from onchip.core.backends import choose_backend
@@ -231,7 +231,7 @@ def _run(
 def _chosen(op: str, backend: str, ring: ProcessRing, device: torch.device, dtype: torch.dtype, precision: str) -> str:
     """The backend of a call."""
     fp8 = precision != "full"
-    of_symmetric, of_group = symmetric.refusal(ring, device, dtype, fp8=fp8), refusal(ring, device)
+    of_symmetric, of_group = torch_buffers.refusal(ring, device, dtype, fp8=fp8), refusal(ring, device)
     if fp8:
         of_none = f"it has no precision={precision!r}; pass backend='ring' or, on GPUs of one host, 'symmetric'"
         return choose_backend(op, backend, {"ring": of_group, "symmetric": of_symmetric, "collective": of_none})
