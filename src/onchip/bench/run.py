@@ -1,7 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, and writes the results file and its page."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -52,41 +52,18 @@ def benchmark_named(op: str, name: str) -> harness.BenchedOp | None:
     return made
 
 
-def _completed_op(ctx: typer.Context) -> str | None:
-    """The op that was typed before, if any."""
-    # An option without its value keeps the parser from handing the op over.
-    return next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
+def _offered(names: Callable[[harness.BenchedOp], Iterable[str]]) -> Callable[[typer.Context, str], list[str]]:
+    """What the shell offers, by names that the benchmark of the op has that was typed before, if any."""
 
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        # An option without its value keeps the parser from handing the op over.
+        op = next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
+        framework = ctx.params.get("framework")
+        kinds = [framework.upper()] if framework else ["TORCH", "JAX", "WORLD"]
+        made = next((made for kind in kinds if op and (made := benchmark_named(op, kind)) is not None), None)
+        return completion(names(made))(incomplete) if made else []
 
-def _suites(ctx: typer.Context) -> Mapping[str, Sequence[Any]]:
-    """The suites of the op that was typed before; read without a framework."""
-    made = _completed_benchmark(ctx)
-    return made.SUITES if made else {}
-
-
-def _complete_suite(ctx: typer.Context, incomplete: str) -> list[str]:
-    return completion(_suites(ctx))(incomplete)
-
-
-def _complete_case(ctx: typer.Context, incomplete: str) -> list[str]:
-    return completion(dict.fromkeys(case.name for suite in _suites(ctx).values() for case in suite))(incomplete)
-
-
-def _completed_benchmark(ctx: typer.Context) -> harness.BenchedOp | None:
-    op, framework = _completed_op(ctx), ctx.params.get("framework")
-    names = [framework.upper()] if framework else ["TORCH", "JAX", "WORLD"]
-    return next((made for name in names if op and (made := benchmark_named(op, name)) is not None), None)
-
-
-def _complete_mode(ctx: typer.Context, incomplete: str) -> list[str]:
-    made = _completed_benchmark(ctx)
-    return completion([typed(mode) for mode in made.MODES])(incomplete) if made else []
-
-
-def _complete_impl(ctx: typer.Context, incomplete: str) -> list[str]:
-    """As words, for which the op's framework is imported."""
-    made = _completed_benchmark(ctx)
-    return completion([typed(impl.name) for impl in made.IMPLEMENTATIONS])(incomplete) if made else []
+    return complete
 
 
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -99,19 +76,23 @@ def run_bench(
     cases: Annotated[
         list[str] | None,
         typer.Option(
-            "--case", help="A case to run: its name, or a pattern. Repeat it for more.", autocompletion=_complete_case
+            "--case",
+            help="A case to run: its name, or a pattern. Repeat it for more.",
+            autocompletion=_offered(lambda made: made.CASES),
         ),
     ] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="A named set of cases, such as fp8_linear's primus.", autocompletion=_complete_suite),
+        typer.Option(
+            help="A named set of cases, such as fp8_linear's primus.", autocompletion=_offered(lambda made: made.SUITES)
+        ),
     ] = None,
     impls: Annotated[
         list[str] | None,
         typer.Option(
             "--impl",
             help="An implementation to time: its name, or a pattern. Repeat it for more.",
-            autocompletion=_complete_impl,
+            autocompletion=_offered(lambda made: [typed(impl.name) for impl in made.IMPLEMENTATIONS]),
         ),
     ] = None,
     modes: Annotated[
@@ -119,7 +100,7 @@ def run_bench(
         typer.Option(
             "--mode",
             help="What to time, such as forward or forward+backward. Repeat it for more.",
-            autocompletion=_complete_mode,
+            autocompletion=_offered(lambda made: map(typed, made.MODES)),
         ),
     ] = None,
     device: Device = "auto",
