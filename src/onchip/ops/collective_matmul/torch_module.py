@@ -1,7 +1,7 @@
 """The two layers of sequence-parallel tensor parallelism, with weights of their own."""
 
 import copy
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from onchip.ops.collective_matmul.torch_op import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class ParallelOptions(TypedDict, total=False):
+    """The keywords of both layers."""
+
+    main_grad: bool
+    backend: Backend
+    precision: Precision
+    reduce_dtype: torch.dtype | None
 
 
 class _ParallelLinear(Module):
@@ -162,16 +171,10 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
         *,
         keep_gathered: bool = False,
-        main_grad: bool = False,
-        backend: Backend = "auto",
-        precision: Precision = "full",
-        reduce_dtype: torch.dtype | None = None,
+        **options: Unpack[ParallelOptions],
     ) -> None:
         require_bool("ColumnParallelLinear", "keep_gathered", keep_gathered)
-        super().__init__(
-            in_features, out_features, group, bias, device, dtype, main_grad=main_grad, backend=backend,
-            precision=precision, reduce_dtype=reduce_dtype,
-        )  # fmt: skip
+        super().__init__(in_features, out_features, group, bias, device, dtype, **options)
         self.keep_gathered = keep_gathered
 
     @classmethod
@@ -181,10 +184,7 @@ class ColumnParallelLinear(_ParallelLinear):
         group: "ProcessGroup | None",
         *,
         keep_gathered: bool = False,
-        main_grad: bool = False,
-        backend: Backend = "auto",
-        precision: Precision = "full",
-        reduce_dtype: torch.dtype | None = None,
+        **options: Unpack[ParallelOptions],
     ) -> Self:
         """A layer with copies of this rank's part of the parameters of `linear`, and its training mode.
 
@@ -196,7 +196,6 @@ class ColumnParallelLinear(_ParallelLinear):
             TypeError: `linear` has another class, or a forward of its own, which may do more.
             ValueError: the ranks can't share the features evenly.
         """
-        options = {"main_grad": main_grad, "backend": backend, "precision": precision, "reduce_dtype": reduce_dtype}
         return cls._of(linear, group, keep_gathered=keep_gathered, **options)
 
     def forward(self, x_shard: Tensor) -> Tensor:
@@ -232,18 +231,8 @@ class RowParallelLinear(_ParallelLinear):
     _split, _sharded = 1, "in_features"
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: Module,
-        group: "ProcessGroup | None",
-        *,
-        main_grad: bool = False,
-        backend: Backend = "auto",
-        precision: Precision = "full",
-        reduce_dtype: torch.dtype | None = None,
-    ) -> Self:
+    def from_linear(cls, linear: Module, group: "ProcessGroup | None", **options: Unpack[ParallelOptions]) -> Self:
         """As `ColumnParallelLinear.from_linear`."""
-        options = {"main_grad": main_grad, "backend": backend, "precision": precision, "reduce_dtype": reduce_dtype}
         return cls._of(linear, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from onchip.frontend.options import require_bool
 from onchip.frontend.torch_inputs import is_dtensor
 from onchip.frontend.torch_module import main_grad_of, stand_in
 from onchip.ops.fp8_linear.torch_op import BACKENDS, Backend, fp8_linear, quantize_weight
+
+
+class Fp8LayerOptions(TypedDict, total=False):
+    """The keywords of a layer."""
+
+    grad_dtype: GradDtype
+    scale: Scale
+    backend: Backend
+    main_grad: bool
 
 
 class _KeptWeight(NamedTuple):
@@ -61,32 +70,26 @@ class Fp8Linear(torch.nn.Linear):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        *,
+        **options: Unpack[Fp8LayerOptions],
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._set_options(**options)
+
+    def _set_options(
+        self,
         grad_dtype: GradDtype = "e4m3",
         scale: Scale = "float32",
         backend: Backend = "auto",
         main_grad: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_options(Fp8Options(grad_dtype, scale), backend, main_grad)
-
-    def _set_options(self, options: Fp8Options, backend: Backend, main_grad: bool) -> None:
+        self.options = Fp8Options(grad_dtype, scale)
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         require_bool(OP, "main_grad", main_grad)
-        self.options = options
         self.backend = backend
         self.main_grad = main_grad
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: torch.nn.Module,
-        *,
-        grad_dtype: GradDtype = "e4m3",
-        scale: Scale = "float32",
-        backend: Backend = "auto",
-        main_grad: bool = False,
-    ) -> "Fp8Linear":
+    def from_linear(cls, linear: torch.nn.Module, **options: Unpack[Fp8LayerOptions]) -> "Fp8Linear":
         """A layer that shares the parameters of `linear`, without copying them, and has its hooks and training mode.
 
         Args:
@@ -97,7 +100,7 @@ class Fp8Linear(torch.nn.Linear):
             TypeError: `linear` has another class, or a forward of its own, which may do more.
         """
         made = stand_in(cls, linear)
-        made._set_options(Fp8Options(grad_dtype, scale), backend, main_grad)
+        made._set_options(**options)
         return made
 
     def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
@@ -145,11 +148,7 @@ class Fp8Linear(torch.nn.Linear):
 def convert_linears(
     model: torch.nn.Module,
     filter: Callable[[str, torch.nn.Linear], bool] | None = None,
-    *,
-    grad_dtype: GradDtype = "e4m3",
-    scale: Scale = "float32",
-    backend: Backend = "auto",
-    main_grad: bool = False,
+    **options: Unpack[Fp8LayerOptions],
 ) -> list[str]:
     """Replace each `torch.nn.Linear` of `model` by an `Fp8Linear` with the same parameters.
 
@@ -190,13 +189,7 @@ def convert_linears(
         if not (filter is None or filter(name, module)):
             continue
         if module not in replaced:
-            replaced[module] = Fp8Linear.from_linear(
-                module,
-                grad_dtype=grad_dtype,
-                scale=scale,
-                backend=backend,
-                main_grad=main_grad,
-            )
+            replaced[module] = Fp8Linear.from_linear(module, **options)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replaced[module])
         names.append(name)
