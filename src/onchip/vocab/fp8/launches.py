@@ -66,10 +66,6 @@ def softmax_of_chunk(
                 gradient_launch(part, logits, terms, into, target=part.ids).run()
 
 
-def _numbers(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return like.new_empty(shape, dtype=dtype)
-
-
 def _softmax_of_ids(part: LogitsCall, logits: Tensor, out: LossOutputs, into: LogitsGradient) -> None:
     """The same for soft labels of K ids."""
     vocab, options, tokens = logits.shape[1], part.options, part.tokens(logits.shape[1])

@@ -139,17 +139,14 @@ def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -
     """Each token's loss and softmax, [T], and what backward needs, `chunk` tokens at a time; `grads`: which of hidden
     [..., H], weight and bias need a gradient.
     """
-    call = source.call
-    softmax = LossOutputs.empty(call, hidden, kernels=True)
+    softmax = LossOutputs.empty(source.call, hidden, kernels=True)
     kept = Parts.empty(hidden, source.weight, grads)
-    for start, stop in spans(len(call.ids), chunk):
-        logits, of_targets = source.logits(start, stop)
-        into = source.memory(kept, start, stop)
-        out = LossOutputs._make(None if x is None else x[start:stop] for x in softmax)
-        source.softmaxes.softmax_of_chunk(call.part(start, stop), logits, of_targets, out, into)
-        del logits
-        source.multiply(kept, into, start, stop)
-        del into  # before the next chunk's is made
+
+    def write(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, span: slice, into: LogitsGradient) -> None:
+        out = LossOutputs._make(None if x is None else x[span] for x in softmax)
+        source.softmaxes.softmax_of_chunk(part, logits, of_targets, out, into)
+
+    each_chunk(source, kept, chunk, write)
     return softmax, kept
 
 
@@ -170,12 +167,11 @@ def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, li
 def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[ChunkLogits], chunk: int) -> None:
     """Fill `kept` from logits that are `held`, or made again."""
 
-    def write(
-        part: LogitsCall, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: LogitsGradient
-    ) -> None:
-        source.softmaxes.gradient_of_chunk(part, logits, of_targets, gradient.part(start, stop), into)
+    def write(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, span: slice, into: LogitsGradient) -> None:
+        mine = gradient.part(span.start, span.stop)
+        source.softmaxes.gradient_of_chunk(part, logits, of_targets, mine, into)
 
-    _gradients(source, kept, write, held, chunk)
+    each_chunk(source, kept, chunk, write, held)
 
 
 def dense_gradients(source: Source, kept: Parts, known: tuple[Tensor, ...], whole: Whole, chunk: int) -> None:
@@ -183,22 +179,23 @@ def dense_gradients(source: Source, kept: Parts, known: tuple[Tensor, ...], whol
     tokens.
     """
 
-    def write(
-        part: LogitsCall, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: LogitsGradient
-    ) -> None:
-        fp8_torch.dense_gradient_of_chunk(part, logits, whole, tuple(x[start:stop] for x in known), into)
+    def write(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, span: slice, into: LogitsGradient) -> None:
+        fp8_torch.dense_gradient_of_chunk(part, logits, whole, tuple(x[span] for x in known), into)
 
-    _gradients(source, kept, write, [], chunk)
+    each_chunk(source, kept, chunk, write)
 
 
-def _gradients(source: Source, kept: Parts, write: Callable[..., None], held: list[ChunkLogits], chunk: int) -> None:
+def each_chunk(
+    source: Source, kept: Parts, chunk: int, write: Callable[..., None], held: list[ChunkLogits] | None = None
+) -> None:
+    """Fill `kept`: `write` makes the gradient of each chunk's logits, which are made here if they aren't `held`."""
     for start, stop in spans(len(source.call.ids), chunk):
         logits, of_targets = held.pop() if held else source.logits(start, stop)
-        into, part = source.memory(kept, start, stop), source.call.part(start, stop)
-        write(part, logits, of_targets, start, stop, into)
+        into = source.memory(kept, start, stop)
+        write(source.call.part(start, stop), logits, of_targets, slice(start, stop), into)
         del logits
         source.multiply(kept, into, start, stop)
-        del into
+        del into  # before the next chunk's is made
 
 
 def products_of(backend: str, like: Tensor) -> str:
