@@ -19,6 +19,7 @@ def print_table(
     *,
     title: str = "",
     right: Collection[str] = (),
+    gap: int = 2,
 ) -> None:
     """Print a table and cut no word, however narrow the terminal is.  `right`: columns of numbers, aligned right."""
     if title:
@@ -30,13 +31,13 @@ def print_table(
     words = [cells if name in right else " ".join(cells).split() for name, cells in named]
     least = [max(map(cell_len, cells), default=0) for cells in words]
     widths = [max(map(cell_len, cells)) for cells in by_column]
-    room = console.width - 2 * (len(columns) - 1)
+    room = console.width - gap * (len(columns) - 1)
     if sum(least) <= room:
         while sum(widths) > room:
             # The widest of the columns that can wrap.
             _, widest = max((width, at) for at, width in enumerate(widths) if width > least[at])
             widths[widest] -= 1
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), show_edge=False, pad_edge=False)
         for name, width in zip(columns, widths, strict=True):
             table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, width=width)
         for row in rows:

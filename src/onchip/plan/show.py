@@ -4,11 +4,10 @@ import re
 import textwrap
 from collections.abc import Callable
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from onchip.core.machine import FRAMEWORKS
+from onchip.core.tables import print_table
 from onchip.plan.document import Plan, Row
 from onchip.plan.gpus import GPUS
 from onchip.plan.words import budget_text, memory_text, time_text
@@ -99,13 +98,9 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     left_out = {"strategy"} if not every_budget else set()
     left_out |= set() if named else {"budget"}  # the rows' names say it
     columns = {name: column for name, column in made.items() if name not in left_out and _tells(plan, name, column[1])}
-    between = 0 if every_budget else 1  # so that it fits 60 columns
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, between, 0, 0), show_edge=False, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("", "layer", "strategy") else "right", no_wrap=True)
-    for row in plan.rows:
-        table.add_row(*(cell(plan, row) for _, cell in columns.values()))
-    console.print(table)
+    cells = [[cell(plan, row) for _, cell in columns.values()] for row in plan.rows]
+    right = [name for name in columns if name not in ("", "layer", "strategy")]
+    print_table(console, list(columns), cells, right=right, gap=1 if every_budget else 2)  # so that it fits 60 columns
     say("")
     for name, (meaning, _) in columns.items():
         if meaning:
@@ -132,12 +127,9 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
 
 def _show_exchanges(plan: Plan, console: Console) -> None:
     """What ranks send each other."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    for name in ("ranks exchange", "by", "sent", "time", "exposed"):
-        table.add_column(name, justify="left" if name in ("ranks exchange", "by") else "right", no_wrap=True)
-    for x in plan.exchanges:
-        table.add_row(x.name, x.kind, memory_text(x.bytes), time_text(x.ms), time_text(x.exposed_ms))
-    console.print(table)
+    cells = [[x.name, x.kind, memory_text(x.bytes), time_text(x.ms), time_text(x.exposed_ms)] for x in plan.exchanges]
+    heads = ("ranks exchange", "by", "sent", "time", "exposed")
+    print_table(console, heads, cells, right=heads[2:])
     hidden = " ".join(f"{x.name} is sent while {x.hidden_under} is computed." for x in plan.exchanges if x.hidden_under)
     text = f"sent: by each rank.\nexposed: the time that no computation hides. {hidden}"
     for line in text.splitlines():
