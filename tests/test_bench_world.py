@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from onchip.bench import environment, torch_world
-from onchip.bench.torch_world import RankFailed, joined, launch
+from onchip.bench.torch_world import RankFailed, launch
 from shared import assert_fits_schema, run_cli
 
 NOT_HERE = "it runs on CUDA devices only"
@@ -68,24 +68,23 @@ def test_collective_matmul(tmp_path):
         "torch, one collective": {"out", "grad_x", "grad_weight"},
         "the collective alone": {"out", "gathered"},
     }
-    assert [entry["reason"] for entry in document["not_run"]] == [NOT_HERE] * 6
+    assert [entry["reason"] for entry in document["not_run"]] == [NOT_HERE] * 7
 
 
 # --------------------------------------------------------------------------------------------------------- how they end
 
 
-def differ(folder):
+def differ(world, folder):
     """What a rank that raises or is slow means to the others; then one fails, while the other waits for it."""
-    with joined("cpu") as world:
-        rank = dist.get_rank()
-        with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError) as raised:
-            world.together(lambda: 1 // rank)
-        found = [str(raised.value), world.together(lambda: rank), world.every(rank)]
-        found.append(world.time(lambda step, device, in_step: in_step() or 5.0 * rank, None, "cpu"))
-        Path(folder, f"rank{rank}").write_text(json.dumps(found))
-        if rank == 1:
-            raise ValueError("enough")
-        world.every(rank)
+    rank = dist.get_rank()
+    with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError) as raised:
+        world.together(lambda: 1 // rank)
+    found = [str(raised.value), world.together(lambda: rank), world.every(rank)]
+    found.append(world.time(lambda step, device, in_step: in_step() or 5.0 * rank, None, "cpu"))
+    Path(folder, f"rank{rank}").write_text(json.dumps(found))
+    if rank == 1:
+        raise ValueError("enough")
+    world.every(rank)
 
 
 @pytest.mark.slow
@@ -93,7 +92,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path, capfd):
     before = signal.getsignal(signal.SIGINT)
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"^rank 1 failed: ValueError: enough$"):
-        launch(2, differ, str(tmp_path))
+        launch(2, "cpu", differ, str(tmp_path))
     assert time.monotonic() - start < 50  # not the time-out of a collective
     assert signal.getsignal(signal.SIGINT) == before
     said = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
@@ -102,8 +101,8 @@ def test_a_rank_that_fails_ends_the_others(tmp_path, capfd):
     assert "enough" not in capfd.readouterr().err
 
 
-def interrupt():
-    if os.environ["RANK"] == "0":
+def interrupt(world):
+    if dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
 
@@ -111,7 +110,7 @@ def interrupt():
 @pytest.mark.slow
 def test_ctrl_c_ends_all():
     with pytest.raises(KeyboardInterrupt):
-        launch(2, interrupt)
+        launch(2, "cpu", interrupt)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_what_was_measured_is_kept(tmp_path, monkeypatch, error, code, reason, m
         "error": 0.0, "error_bound": 1e-6, "ok": True,
     }  # fmt: skip
 
-    def ends_early(ranks, work, op, given, stderr, path):
+    def ends_early(ranks, device, work, op, given, stderr, path):
         if measured:
             Path(path).write_text(json.dumps({"done": 1, "rows": [row], "not_run": []}))
         raise error

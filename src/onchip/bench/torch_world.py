@@ -1,13 +1,9 @@
-"""The ranks of `onchip bench --world`: torchrun's launcher starts them, one process per GPU with NCCL, or with gloo on
-the CPU.
+"""The ranks of `onchip bench --world`: one process per GPU with NCCL, or with gloo on the CPU.
 
 Each rank runs the harness; the first prints what it finds and hands it to the process that started them.
 """
 
 import json
-import logging
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,15 +18,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from onchip.bench import harness, report
 from onchip.bench.timing import Alone
 from onchip.registry import OPS
 
 T = TypeVar("T")
+TCPStore: Any = vars(dist)["TCPStore"]  # untyped
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Of a collective whose other ranks have left it; what ranks tell each other waits for that, and longer.
 TIMEOUT, LONGER = timedelta(minutes=5), timedelta(minutes=15)
@@ -85,11 +80,12 @@ class Ranks(Alone):
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
-    """The process group of the ranks that a launcher has started, with each rank on its device."""
+def joined(rank: int, ranks: int, device: str, port: int) -> Iterator[Ranks]:
+    """The process group of the ranks, with each on its device; `port` is that of their store."""
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKENDS[device], timeout=TIMEOUT)
+        torch.cuda.set_device(rank)
+    store = TCPStore("localhost", port)
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
         words = dist.new_group(backend="gloo", timeout=LONGER)
         yield Ranks(words, torch.zeros(1, device=device))
@@ -97,54 +93,33 @@ def joined(device: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def launch(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Run work(*arguments), a function at a module's top level, in so many processes that can form a process group.
+def launch(ranks: int, device: str, work: Callable[..., None], *arguments: Any) -> None:
+    """Run work(its `Ranks`, *arguments), a function at a module's top level, in so many processes.
 
     Raises:
         RankFailed: a rank has raised or died; the others were ended.
         KeyboardInterrupt: Ctrl-C, or SIGTERM; all were ended.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="onchip",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-    )
-    with _own_signals_and_no_logs():
-        try:
-            elastic_launch(config, _as_rank)(work, arguments)
-        except SignalException:
-            raise KeyboardInterrupt from None
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            said: Any = failure.message
-            words = said["message"] if isinstance(said, dict) else said  # what it raised, or what ended it
-            raise RankFailed(f"rank {rank} failed: {words.splitlines()[0]}") from None
-
-
-def _as_rank(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all processes; the one that started them tells of it
-    work(*arguments)
-
-
-@contextmanager
-def _own_signals_and_no_logs() -> Iterator[None]:
-    """Undo what the launcher does besides its task: it replaces signal handlers and logs what it raises."""
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    started = start_processes(_as_rank, (ranks, device, store.port, work, arguments), ranks, join=False)
     try:
-        yield
+        while not started.join():
+            pass
+    except ProcessException as error:
+        words = str(error).strip().splitlines()[-1]  # what it raised, or what ended it
+        raise RankFailed(f"rank {error.error_index} failed: {words}") from None
     finally:
-        logging.disable(disabled)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for process in started.processes:
+            process.kill()
+
+
+def _as_rank(
+    rank: int, ranks: int, device: str, port: int, work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    if device == "cpu":
+        torch.set_num_threads(torch.get_num_threads() // ranks or 1)
+    with joined(rank, ranks, device, port) as world:
+        work(world, *arguments)
 
 
 def run_cases(op: str, ranks: int, *, implementations: list[str], console: Console, **options: Any) -> harness.Outcome:
@@ -156,7 +131,7 @@ def run_cases(op: str, ranks: int, *, implementations: list[str], console: Conso
         given = {"implementations": implementations, **options}
         failure = None
         try:
-            launch(ranks, _run_rank, op, given, console.stderr, str(path))
+            launch(ranks, options["device"], _run_rank, op, given, console.stderr, str(path))
         except (KeyboardInterrupt, RankFailed) as error:
             failure = error
         found = msgspec.json.decode(path.read_bytes()) if path.exists() else {"done": 0}
@@ -167,31 +142,22 @@ def run_cases(op: str, ranks: int, *, implementations: list[str], console: Conso
     return outcome
 
 
-def _run_rank(op: str, options: Mapping[str, Any], stderr: bool, path: str) -> None:
+def _run_rank(world: Ranks, op: str, options: Mapping[str, Any], stderr: bool, path: str) -> None:
     """Run the harness in this rank; the first rank writes what is found to `path`, case by case."""
     target: harness.BenchedOp = OPS[op].entry("bench:WORLD")
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
-    device = options["device"]
-    if device == "cpu":
-        torch.set_num_threads(torch.get_num_threads() // int(os.environ["WORLD_SIZE"]) or 1)
-    with joined(device) as world:
-        first, done = dist.get_rank() == 0, 0
-        console = Console(stderr=stderr, quiet=not first)
+    first, done = dist.get_rank() == 0, 0
+    console = Console(stderr=stderr, quiet=not first)
 
-        def show(rows: Any, outcome: harness.Outcome) -> None:
-            nonlocal done
-            done += 1
-            if first:
-                report.print_rows([vars(row) for row in rows], console)
-                whole = Path(f"{path}.part")
-                whole.write_text(json.dumps({"done": done, **outcome.as_json()}))
-                whole.replace(path)
+    def show(rows: Any, outcome: harness.Outcome) -> None:
+        nonlocal done
+        done += 1
+        if first:
+            report.print_rows([vars(row) for row in rows], console)
+            whole = Path(f"{path}.part")
+            whole.write_text(json.dumps({"done": done, **outcome.as_json()}))
+            whole.replace(path)
 
-        harness.run_cases(
-            op,
-            target,
-            **{**options, "implementations": [by_name[name] for name in options["implementations"]]},
-            console=console,
-            show=show,
-            world=world,
-        )
+    implementations = [by_name[name] for name in options["implementations"]]
+    given = {**options, "implementations": implementations}
+    harness.run_cases(op, target, **given, console=console, show=show, world=world)
