@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from onchip.bench.harness import adapter
+from onchip.bench.harness import adapter, progress_bar
 from onchip.demo import SEQUENCE, data
 from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
@@ -115,14 +114,7 @@ def train_in_turn(
     rng = np.random.default_rng(config.seed)
     losses: dict[str, list[float]] = {name: [] for name in trainers}
     seconds = dict.fromkeys(trainers, 0.0)
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=config.steps)
         for step in range(config.steps):
             batch = data.random_batch(ids, config.tokens, rng)
@@ -132,7 +124,8 @@ def train_in_turn(
                 seconds[name] += time.perf_counter() - start
             told = "  ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
             plain, onchip = (losses[name][-1] for name in COMPARED)
-            progress.update(task, advance=1, description=f"{told}  difference {abs(plain - onchip):.1e}")
+            told += f"  difference {abs(plain - onchip):.1e}"
+            progress.update(task, advance=1, description=f"training: {told}", refresh=True)
     return losses, seconds
 
 
