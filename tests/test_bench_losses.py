@@ -2,13 +2,11 @@
 
 import dataclasses
 import itertools
-import runpy
 import subprocess
 import sys
 from functools import partial
 from importlib import import_module
 from io import StringIO
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -323,21 +321,6 @@ def test_what_users_do_with_a_head(framework, kind):
     assert {str(x.dtype).removeprefix("torch.") for x in products} == {"bfloat16"}
     config = implementation(target, "onchip auto").config(problem, "forward+backward")
     assert config["strategy"] == ("recompute" if kind == "per token" else "stash")
-
-
-def test_the_table_of_what_users_do():
-    """Lines of the cases that were run, by the fastest of each; a wrong result has no time."""
-    case = next(case for case in lce_cases.USERS if case.frozen)
-    row = {"case": case.name, "mode": "forward+backward", "floor_ms": 22.61, "extra_bytes": 1 << 20, "host_ms": 1.21}
-    fast = {"impl": "onchip auto 0.1.0", "median_ms": 23.0, "ratio_to_floor": 1.02}
-    slow = {"impl": "torch.compile 2.11.0", "median_ms": 26.0, "ratio_to_floor": 1.15}
-    wrong = {"impl": "liger 0.8.5", "median_ms": None, "ratio_to_floor": None}
-    path = Path(__file__).parent.parent / "tools" / "users_table.py"
-    table = runpy.run_path(str(path))["table"]({"rows": [row | x for x in (fast, slow, wrong)]})
-    line = (
-        "| llama3.1-8b T=8192, frozen head | 22.6 ms | **1.02 x**, 1.00 MiB | - | 1.15 x, 1.00 MiB | wrong | 1.2 ms |"
-    )
-    assert table.splitlines()[2:] == [line]
 
 
 def test_jax_has_no_autocast():
