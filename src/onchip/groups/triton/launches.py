@@ -4,8 +4,7 @@ A `Launch` is run, or compiled ahead of time.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from onchip.kernels.triton.launch import (
     ALL_REGISTERS,
     Device,
     Launch,
-    Shared,
     block_descriptor,
     describe,
     descriptor,
@@ -71,78 +69,6 @@ def check_indices(indices: Tensor, limit: int, into: Tensor, of_plan: Tensor) ->
     return Launch(kernels.check_indices, (-(-count // _INDICES),), {**arguments, "BLOCK": _INDICES})
 
 
-class _Cut(NamedTuple):
-    """How a kernel of products is launched, as far as that doesn't depend on the tensors' memory."""
-
-    shared: Shared  # arguments
-    widths: tuple[int, ...]  # of blocks that go through descriptors
-    warps: int
-    stages: int
-
-
-@lru_cache(maxsize=4096)
-def _product_cut(
-    device: Device,
-    dtypes: tuple[torch.dtype, torch.dtype],  # of x and out
-    sizes: tuple[int, int, int],  # G, N, K
-    strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
-    aligned: tuple[bool, ...],  # these, for TMA
-    scale_strides: tuple[int, ...] | None,  # of an FP8 weight's scales
-    *,
-    product: bool,
-    indexed: bool,
-    short: bool,
-    gated: int,
-    turned: bool,
-) -> _Cut:
-    """The cut of `product`, cached for calls with the same arguments."""
-    of_x, of_out = (dtype.itemsize for dtype in dtypes)
-    groups, n, k = sizes
-    of_bytes = of_x, of_x, of_out, of_out
-    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
-    c = product_config(device.product_bytes, of_x, short=short)
-    half = c.columns // 2
-    parts = c.parts * max(1, of_out // max(2, of_x))
-    if gated == 2 and parts > 1:  # two results are staged at once
-        parts *= 2
-    of_scales = (0, 0, 0) if scale_strides is None else scale_strides
-    # A block of gate must not reach into up.
-    tma_product = product and tma[3] and (gated != 1 or n // 2 % half == 0)
-    # If TMA stores one result and pointers the other, they are staged apart, which leaves room for one step less.
-    stages = c.stages - 1 if product and tma[2] and not tma_product else c.stages
-    arguments = {
-        "x_stride": strides[0][0],
-        "weight_strides": strides[1],
-        "scale_strides": of_scales,
-        "out_stride": strides[2][0],
-        "product_stride": strides[3][0],
-        "G": groups,
-        "N": n,
-        "K": k,
-        "GATED": gated,
-        "TURNED": turned,
-        "BLOCK_M": c.rows,
-        "BLOCK_N": c.columns,
-        "BLOCK_K": c.depth,
-        "GROUP": c.group,
-        "PROGRAMS": device.programs * c.per_processor,
-        "PARTS": parts,
-        "TMA_X": tma[0] and not indexed,
-        "TMA_WEIGHT": tma[1],
-        "TMA_OUT": tma[2],
-        "TMA_PRODUCT": tma_product,
-        "PRECISION": precision(of_x),
-    }
-    of_weight = half if gated == 1 else c.columns
-    widths = (
-        c.depth,
-        of_weight,
-        (c.columns // parts, half, half // parts)[gated],
-        half if gated == 1 else c.columns // parts,
-    )
-    return _Cut(Shared(arguments), widths, c.warps, stages)
-
-
 def product(
     x: Tensor | TorchQuantized,  # [T, K], or [M, K] with index; in FP8 as `quantize_rows` makes it
     weight: Tensor | Weight,  # [G, N, K], any strides
@@ -171,45 +97,65 @@ def product(
     apart = whole and tma and _run_apart(device, four)
     if apart and index is not None and k % _ALIGNED == 0 and copying_rows_pays(n, gated > 0):
         x, index = gathered(x, index), None
-    if apart and index is None:
-        return _product_apart(
-            x, weight, bias, row_scale, out, before, of_plan, device, tokens=tokens, gated=gated, turned=turned
-        )
-    cut = _product_cut(
-        device,
-        (x.dtype, out.dtype),
-        (groups, n, k),
-        (x.stride(), strides, out.stride(), four[3].stride()),
-        tuple([tma and a.data_ptr() % 16 == 0 for a in four]),
-        None if weight_scales is None else weight_scales.stride(),
-        product=before is not None,
-        indexed=index is not None,
-        short=are_short(tokens, groups),
-        gated=gated,
-        turned=turned,
-    )
-    of_cut, (depth, of_weight, of_out, of_product) = cut.shared.arguments, cut.widths
-    rows = of_cut["BLOCK_M"]
-    into: Any = weight_blocks(weight, of_weight, depth) if of_cut["TMA_WEIGHT"] else weight
-    of_x: Any = x
-    if of_cut["TMA_X"]:
-        of_x = ragged(x, depth, rows) if x_scales is None else descriptor(x, x.stride(0), rows, depth)
-    given = {
-        "x": of_x,
-        "x_rows": x.shape[0],
-        "weight": into,
-        "x_scales": x_scales,
-        "weight_scales": weight_scales,
+    common = {
         "bias": contiguous(bias),
         "row_scale": contiguous(row_scale),
-        "index": index,
-        "out": ragged(out, of_out, rows) if of_cut["TMA_OUT"] else out,
-        "product": ragged(before, of_product, rows) if of_cut["TMA_PRODUCT"] else before,
         "plan": of_plan,
-        "limit": len(x),
         "T": tokens,
+        "G": groups,
+        "N": n,
+        "K": k,
+        "GATED": gated,
+        "TURNED": turned,
     }
-    return Launch(kernels.grouped_product, (of_cut["PROGRAMS"],), given, cut.warps, cut.stages, shared=cut.shared)
+    if apart and index is None:
+        return _product_apart(x, weight, out, before, device, common)
+    of_x, of_out = x.element_size(), out.element_size()
+    tma_x, tma_weight, tma_out, tma_product = (tma and fits(a) for a in four)
+    tma_x = tma_x and index is None
+    c = product_config(device.product_bytes, of_x, short=are_short(tokens, groups))
+    half = c.columns // 2
+    parts = c.parts * max(1, of_out // max(2, of_x))
+    if gated == 2 and parts > 1:  # two results are staged at once
+        parts *= 2
+    # A block of gate must not reach into up.
+    tma_product = before is not None and tma_product and (gated != 1 or n // 2 % half == 0)
+    # If TMA stores one result and pointers the other, they are staged apart, which leaves room for one step less.
+    stages = c.stages - 1 if before is not None and tma_out and not tma_product else c.stages
+    of_weight = half if gated == 1 else c.columns
+    width = (c.columns // parts, half, half // parts)[gated]
+    of_x_rows: Any = x
+    if tma_x:
+        of_x_rows = ragged(x, c.depth, c.rows) if x_scales is None else descriptor(x, x.stride(0), c.rows, c.depth)
+    arguments = {
+        **common,
+        "x": of_x_rows,
+        "x_rows": x.shape[0],
+        "weight": weight_blocks(weight, of_weight, c.depth) if tma_weight else weight,
+        "x_scales": x_scales,
+        "weight_scales": weight_scales,
+        "index": index,
+        "out": ragged(out, width, c.rows) if tma_out else out,
+        "product": ragged(before, half if gated == 1 else c.columns // parts, c.rows) if tma_product else before,
+        "limit": len(x),
+        "x_stride": x.stride(0),
+        "weight_strides": strides,
+        "scale_strides": (0, 0, 0) if weight_scales is None else weight_scales.stride(),
+        "out_stride": out.stride(0),
+        "product_stride": four[3].stride(0),
+        "BLOCK_M": c.rows,
+        "BLOCK_N": c.columns,
+        "BLOCK_K": c.depth,
+        "GROUP": c.group,
+        "PROGRAMS": device.programs * c.per_processor,
+        "PARTS": parts,
+        "TMA_X": tma_x,
+        "TMA_WEIGHT": tma_weight,
+        "TMA_OUT": tma_out,
+        "TMA_PRODUCT": tma_product,
+        "PRECISION": precision(of_x),
+    }
+    return Launch(kernels.grouped_product, (device.programs * c.per_processor,), arguments, c.warps, stages)
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
@@ -225,89 +171,31 @@ def _rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 def _run_apart(device: Device, matrices: Sequence[Tensor]) -> bool:
     """Whether the kernels of apart.py can read and write these: 16-bit numbers, all by TMA."""
-    suited = all(x.element_size() == 2 and x.data_ptr() % 16 == 0 and suits(x.stride(), 2) for x in matrices)
-    return suited and has_gluon(device.capability)
+    return all(x.element_size() == 2 and fits(x) for x in matrices) and has_gluon(device.capability)
 
 
 def _product_apart(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    out: Tensor,
-    before: Tensor | None,
-    of_plan: Tensor,
-    device: Device,
-    *,
-    tokens: int,
-    gated: int,
-    turned: bool,
+    x: Tensor, weight: Tensor, out: Tensor, before: Tensor | None, device: Device, common: dict[str, Any]
 ) -> Launch:
     from onchip.groups.triton import apart
     from onchip.kernels.triton.staggered import STEP
 
     step, rows, columns, width = (size.value for size in (STEP, apart.HALF, apart.COLUMNS, apart.WIDTH))
-    groups, n, k = weight.shape
+    tokens, groups = common["T"], common["G"]
     short = are_short(tokens, groups)
-    of_weight = columns // 2 if gated == 1 else columns
+    of_weight = columns // 2 if common["GATED"] == 1 else columns
     arguments = {
+        **common,
         "x": ragged(x, step, rows, shared_descriptor),
         "weight": weight_blocks(weight, of_weight, step, shared_descriptor),
-        "bias": contiguous(bias),
-        "row_scale": contiguous(row_scale),
         "out": ragged(out, width, rows, shared_descriptor),
         "product": None if before is None else ragged(before, width, rows, shared_descriptor),
-        "plan": of_plan,
-        "counter": stated.zeros(1, torch.int32, out.device) if short else of_plan,
-        "T": tokens,
-        "G": groups,
-        "N": n,
-        "K": k,
-        "GATED": gated,
-        "TURNED": turned,
+        "counter": stated.zeros(1, torch.int32, out.device) if short else common["plan"],
         "together": tiles_together(tokens, groups),
         "short": int(short),
         "PROGRAMS": device.programs,
     }
     return Launch(apart.product_apart, (device.programs,), arguments, registers=ALL_REGISTERS)
-
-
-@lru_cache(maxsize=4096)
-def _gradient_cut(
-    device: Device,
-    dtypes: tuple[torch.dtype, torch.dtype],  # of a and out
-    sizes: tuple[int, int, int],  # G, A, B
-    strides: tuple[tuple[int, ...], ...],  # of a, b and out
-    aligned: tuple[bool, ...],  # these, for TMA
-    *,
-    indexed: tuple[bool, bool],  # a and b
-    add: bool,
-) -> _Cut:
-    """The cut of `weight_gradient`, as `_product_cut`."""
-    of_a, of_out = (dtype.itemsize for dtype in dtypes)
-    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
-    c = gradient_config(device.product_bytes, of_a)
-    parts = c.parts * max(1, of_out // of_a)
-    arguments = {
-        "a_stride": strides[0][0],
-        "b_stride": strides[1][0],
-        "G": sizes[0],
-        "A": sizes[1],
-        "B": sizes[2],
-        "ADD": add,
-        "BLOCK_M": c.depth,
-        "BLOCK_A": c.rows,
-        "BLOCK_B": c.columns,
-        "GROUP": c.group,
-        "PARTS": parts,
-        "TMA_A": tma[0] and not indexed[0],
-        "TMA_B": tma[1] and not indexed[1],
-        "TMA_OUT": tma[2],
-        "PRECISION": precision(of_a),
-    }
-    # Where an index is fetched before its rows, only every other stage has rows in shared memory.
-    stages = 2 * c.stages - 1 if any(indexed) else c.stages
-    return _Cut(Shared(arguments), (c.depth, c.columns, c.columns // parts), c.warps, stages)
 
 
 def weight_gradient(
@@ -332,28 +220,39 @@ def weight_gradient(
         # rows that are read by an index here and in forward.
         a, b = (x if index is None else gathered(x, index) for x, index in ((a, a_index), (b, b_index)))
         return _weight_gradient_apart(a, b, out, of_plan, device)
-    cut = _gradient_cut(
-        device,
-        (a.dtype, out.dtype),
-        (groups, rows, columns),
-        (a.stride(), b.stride(), out.stride()),
-        tuple([tma and x.data_ptr() % 16 == 0 for x in (a, b, out)]),
-        indexed=(a_index is not None, b_index is not None),
-        add=add,
-    )
-    of_cut, (depth, width, of_out) = cut.shared.arguments, cut.widths
-    height = of_cut["BLOCK_A"]
-    tiles = groups * -(-rows // height) * -(-columns // width)
-    given = {
-        "a": ragged(a, height, depth) if of_cut["TMA_A"] else a,
-        "b": ragged(b, width, depth) if of_cut["TMA_B"] else b,
+    tma_a, tma_b, tma_out = (tma and fits(x) for x in (a, b, out))
+    tma_a, tma_b = tma_a and a_index is None, tma_b and b_index is None
+    c = gradient_config(device.product_bytes, a.element_size())
+    parts = c.parts * max(1, out.element_size() // a.element_size())
+    # Where an index is fetched before its rows, only every other stage has rows in shared memory.
+    stages = c.stages if a_index is None and b_index is None else 2 * c.stages - 1
+    block = (1, c.rows, c.columns // parts)
+    arguments = {
+        "a": ragged(a, c.rows, c.depth) if tma_a else a,
+        "b": ragged(b, c.columns, c.depth) if tma_b else b,
         "a_index": a_index,
         "b_index": b_index,
-        "out": block_descriptor(out, out.shape, out.stride(), (1, height, of_out)) if of_cut["TMA_OUT"] else out,
+        "out": block_descriptor(out, out.shape, out.stride(), block) if tma_out else out,
         "plan": of_plan,
         "limit": limit,
+        "a_stride": a.stride(0),
+        "b_stride": b.stride(0),
+        "G": groups,
+        "A": rows,
+        "B": columns,
+        "ADD": add,
+        "BLOCK_M": c.depth,
+        "BLOCK_A": c.rows,
+        "BLOCK_B": c.columns,
+        "GROUP": c.group,
+        "PARTS": parts,
+        "TMA_A": tma_a,
+        "TMA_B": tma_b,
+        "TMA_OUT": tma_out,
+        "PRECISION": precision(a.element_size()),
     }
-    return Launch(kernels.grouped_weight_gradient, (tiles,), given, cut.warps, cut.stages, shared=cut.shared)
+    tiles = groups * -(-rows // c.rows) * -(-columns // c.columns)
+    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, stages)
 
 
 def _weight_gradient_apart(a: Tensor, b: Tensor, out: Tensor, of_plan: Tensor, device: Device) -> Launch:
@@ -391,7 +290,7 @@ def scaled_weight_gradient(
     device = describe(out.device)
     tma = device.capability >= 90
     groups, rows, columns = out.shape
-    tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
+    tma_out = tma and fits(out)
     c = gradient_config(device.product_bytes, 1)
     parts = c.parts * out.element_size() // 2
     arguments = {
@@ -505,13 +404,14 @@ def gates(options: GroupedOptions | None) -> int:
     return 1 if options.gate_up == "concatenated" else 2
 
 
-def suits(strides: Sequence[int], element_bytes: int) -> bool:
-    """Whether a descriptor can have these strides: one of the last two is 1, all others are multiples of 16 bytes."""
-    others = list(strides)
-    if 1 not in others[-2:]:
+def fits(x: Tensor) -> bool:
+    """Whether a descriptor can have a tensor: it begins at 16 bytes, and so do its lines in all but one of the last two
+    dimensions."""
+    strides, size = x.stride(), x.element_size()
+    if x.data_ptr() % 16 or 1 not in strides[-2:]:
         return False
-    others.remove(1)
-    return all(stride > 0 and stride * element_bytes % 16 == 0 for stride in others)
+    unit = len(strides) - 1 if strides[-1] == 1 else len(strides) - 2
+    return all(s > 0 and s * size % 16 == 0 for i, s in enumerate(strides) if i != unit)
 
 
 def ragged(x: Any, columns: int, rows: int, made: Callable[..., Any] = block_descriptor) -> Any:

@@ -1,6 +1,7 @@
 """How grouped products in Triton are cut into tiles.  No framework."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.groups.problem import ROWS, GroupedProblem
@@ -43,6 +44,7 @@ _WIDE = ProductConfig(columns=64, depth=16, stages=2)
 _FP8 = ProductConfig(rows=64, stages=3, warps=4, parts=2)
 
 
+@lru_cache
 def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductConfig:
     """The config for the output and x's gradient, by the device's shared memory per block in bytes.
 
@@ -60,6 +62,7 @@ def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductCo
     return replace(_NARROW, columns=128, stages=3 if shared >= 160 * 1024 else 2, group=group)
 
 
+@lru_cache
 def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
     """The config for the weight's gradient, whose `depth` counts rows.
 
