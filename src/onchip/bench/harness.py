@@ -327,7 +327,7 @@ class _CaseRun:
                 continue
             timing = timings.get(c.impl.name)
             try:
-                extra, kernels = self.memory_and_kernels(c.step) if c.ok else (None, None)
+                beside = self.beside(c.step) if c.ok else {}
             except Exception as e:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
@@ -344,19 +344,16 @@ class _CaseRun:
                 **(asdict(timing) if timing else {}),
                 floor_ms=floor.median_ms if floor else None,
                 ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
-                compile_s=self.op.fw.compile_seconds(c.step) if c.ok else None,
-                extra_bytes=extra,
-                host_ms=self.op.fw.host_ms(c.step) if c.ok else None,
-                kernels=kernels,
+                **beside,
                 **judged(c.errors),
             )
             self.outcome.rows.append(row)
 
-    def memory_and_kernels(self, step: Step) -> tuple[int, int | None]:
-        """Peak extra memory on the rank that needs most, and how many kernels were launched."""
+    def beside(self, step: Step) -> dict[str, Any]:
+        """Peak extra memory on the rank that needs most, and what else the framework tells of a step."""
         fw, device = self.op.fw, self.device
-        mine = self.world.together(lambda: (fw.peak_extra_bytes(step, device=device), fw.kernels(step, device)))
-        return max(extra for extra, _ in self.world.every(mine)), mine[1]
+        mine = self.world.together(lambda: (fw.peak_extra_bytes(step, device=device), fw.beside(step, device)))
+        return {"extra_bytes": max(extra for extra, _ in self.world.every(mine)), **mine[1]}
 
     def time(self, problem: Any, mode: str, steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Timing]:
         """Time the steps and the floor, whose buffers are freed at the end."""

@@ -177,17 +177,9 @@ def peak_extra_bytes(step: JaxStep, *, device: str) -> int:
     return int(planned.temp_size_in_bytes)
 
 
-def host_ms(step: JaxStep) -> None:
-    """Not measured: a jitted step is one call."""
-
-
-def kernels(step: JaxStep, device: str) -> None:
-    """Not counted."""
-
-
-def compile_seconds(step: JaxStep) -> float:
-    """How long tracing and compiling took."""
-    return step.compilation[1]
+def beside(step: JaxStep, device: str) -> dict[str, Any]:
+    """As PyTorch's: how long tracing and compiling took."""
+    return {"compile_s": step.compilation[1]}
 
 
 def release(device: str) -> None:

@@ -126,6 +126,11 @@ def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
     return returned, max(accumulate((e.nbytes() for e in memory), initial=0))
 
 
+def beside(step: Step, device: str) -> dict[str, Any]:
+    """Fields of a row that this framework can tell."""
+    return {"host_ms": host_ms(step), "kernels": kernels(step, device)}
+
+
 def host_ms(step: Step) -> float | None:
     """The median time that the host took to launch a step while the step was timed, without its first run.  The host
     doesn't wait for the device.  None on the CPU.
@@ -143,11 +148,6 @@ def kernels(step: Step, device: str) -> int | None:
         torch.cuda.synchronize()
     on_device = [e.name for e in profiled.events() or () if e.device_type.name == "CUDA"]
     return sum(not name.startswith("Mem") for name in on_device) or None  # but copies and fills by the driver
-
-
-def compile_seconds(step: Step) -> float | None:
-    """Unknown: a compiled function compiles in its first run."""
-    return None
 
 
 def release(device: str) -> None:
