@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 import fake_cuda
 import onchip.torch
 from onchip import cli
-from onchip.frontend.warm_up import Sizes, calls
+from onchip.frontend.warm_up import calls
 from onchip.kernels.triton.launch import interpreted
 from onchip.torch import warm, warm_up
 from onchip.warm_up import _options, run_warm_up
 from shared import assert_fits_schema
+from warm_ups import on_the_cpu
 
-TINY = {"hidden": 32, "vocab": 50, "teacher_hidden": 0, "in_features": 128, "out_features": 128, "experts": 2}
+TINY = {"hidden": 32, "vocab": 50, "in_features": 128, "out_features": 128, "experts": 2}
 
 
 def ran(op, kind):
@@ -52,9 +53,8 @@ def test_the_call_of_every_op(op, gradients, monkeypatch):
         return function(**given)
 
     monkeypatch.setattr(onchip.torch, op, noting)
-    sizes, where = Sizes(tokens=4, **TINY), torch.device("cpu")
-    dtype = torch.float32
-    made = warm._warmed(op, sizes, dtype, dtype, where, {}, gradients=gradients, frozen=op == "linear_log_probs")
+    with on_the_cpu():
+        made = warm_up(op, tokens=4, **TINY, dtype=torch.float32, gradients=gradients, frozen=op == "linear_log_probs")
     assert made[:3] == ("cpu", (), 0)
     (given,) = called
     needing = [name for name, x in given.items() if x.requires_grad]

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
 
 import torch
 
@@ -19,6 +21,20 @@ CALLS = {
 LENGTHS = 7, 300, 1003, 5000
 
 
+@contextmanager
+def on_the_cpu():
+    """`warm_up` takes the CPU for the GPU."""
+    with ExitStack() as stack:
+        for of, name, does in (
+            (warm, "_device", lambda device: torch.device("cpu")),
+            (torch.cuda, "device", lambda device: nullcontext()),
+            (torch.cuda, "synchronize", lambda device: None),
+            (torch.cuda, "get_device_name", str),
+        ):
+            stack.enter_context(mock.patch.object(of, name, does))
+        yield
+
+
 def call(op, tokens):
     def make(*shape, dtype="bfloat16", of_weight=False, constant=False):
         made = torch.zeros(shape, dtype=getattr(torch, dtype))
@@ -33,12 +49,10 @@ def main():
     op, kind = sys.argv[1:]
     lacked = []
     with fake_cuda.gpu():
-        sizes = Sizes(**dict.fromkeys(Sizes._fields, 0) | CALLS[op] | {"tokens": 64})
         made = None
         if kind == "warm":
-            made = warm._warmed(
-                op, sizes, torch.bfloat16, torch.bfloat16, torch.device("cpu"), {}, gradients=True, frozen=False
-            )
+            with on_the_cpu():
+                made = warm.warm_up(op, tokens=64, **CALLS[op])
         with compiling.told() as told:
             for tokens in LENGTHS:
                 call(op, tokens)

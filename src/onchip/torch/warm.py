@@ -95,8 +95,25 @@ def warm_up(
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{OP}: {name} must be an int of 1 or more; got {size!r}")
     where = _device(device)
-    sizes = Sizes(tokens, **{name: size or 0 for name, size in given.items()})
-    return _warmed(op, sizes, dtype, weight_dtype or dtype, where, options, gradients=gradients, frozen=frozen)
+
+    def make(*shape: int, dtype: str | None = None, of_weight: bool = False, constant: bool = False) -> Tensor:
+        trained = (weight_dtype or of_inputs) if of_weight else of_inputs
+        made = torch.zeros(shape, dtype=getattr(torch, dtype) if dtype else trained, device=where)
+        return made.requires_grad_(made.is_floating_point() and not constant and not (of_weight and frozen))
+
+    of_inputs, function, current = dtype, getattr(import_module("onchip.torch"), op), torch.cuda.device(where)
+    start = time.perf_counter()
+    with current, compiling.told() as told, torch_ahead.warming(_compile), torch.set_grad_enabled(gradients):
+        arguments = known[op].arguments(Sizes(tokens, **{name: size or 0 for name, size in given.items()}), make)
+        returned = function(**arguments, **options)
+        if gradients:
+            leaves = [x for x in arguments.values() if x.requires_grad]
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            outputs = [x for x in returned if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
+        torch.cuda.synchronize(where)
+    name = torch.cuda.get_device_name(where)
+    return WarmUp(name, tuple(sorted(told.compiled)), len(told.found), time.perf_counter() - start)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
@@ -108,42 +125,6 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if where.type != "cuda":
         raise ValueError(f"{OP}: device must be a CUDA device; got {str(where)!r}")
     return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
-
-
-def _warmed(
-    op: str,
-    sizes: Sizes,
-    inputs_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    options: dict[str, Any],
-    *,
-    gradients: bool,
-    frozen: bool,
-) -> WarmUp:
-    def make(*shape: int, dtype: str | None = None, of_weight: bool = False, constant: bool = False) -> Tensor:
-        trained = weight_dtype if of_weight else inputs_dtype
-        made = torch.zeros(shape, dtype=getattr(torch, dtype) if dtype else trained, device=device)
-        return made.requires_grad_(made.is_floating_point() and not constant and not (of_weight and frozen))
-
-    function = getattr(import_module("onchip.torch"), op)
-    start = time.perf_counter()
-    with _current(device), compiling.told() as told, torch_ahead.warming(_compile), torch.set_grad_enabled(gradients):
-        arguments = calls()[op].arguments(sizes, make)
-        returned = function(**arguments, **options)
-        if gradients:
-            leaves = [x for x in arguments.values() if x.requires_grad]
-            returned = returned if isinstance(returned, tuple) else (returned,)
-            outputs = [x for x in returned if isinstance(x, Tensor) and x.requires_grad]
-            torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return WarmUp(name, tuple(sorted(told.compiled)), len(told.found), time.perf_counter() - start)
-
-
-def _current(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else torch.enable_grad()
 
 
 def _compile(launches: list[Any]) -> None:
