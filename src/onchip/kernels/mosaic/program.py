@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.frontend.jax_call import vary_alike
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.order import Item, Work, each
-from onchip.kernels.mosaic.product import ALL, BOX, MATH, Addends, MosaicConfig, Part, Product, ProductStep, Promotion
+from onchip.kernels.mosaic.product import ALL, BOX, MATH, Addends, Part, Product, ProductStep, Promotion
 from onchip.kernels.mosaic.ptx import store_boxes
 from onchip.kernels.mosaic.registers import Registers
 from onchip.kernels.mosaic.tile_numbers import Broadcast, Counter
@@ -189,12 +189,31 @@ class _Program:
         n = of.j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
         return Part(of.i, of.j, m, n, warpgroup, of.first, of.found)
 
-    def storing(self, m: int, n: int) -> Any:
-        """The `store` for a value [m, n]."""
-        p = self.p
-        if p.stored is None:
+    def storing(self, rows: int, width: int) -> Any:
+        """The `store` for a value [rows, width]: blocks go by way of shared memory [MATH, slots, BOX, columns]."""
+        if self.p.stored is None:
             return None
-        return _storing(self.refs["stored"], self.warpgroup, p.config, (m, n), p.columns, self.interpret)
+        staging, columns = self.refs["stored"], self.p.columns
+        together = self.p.config.staging_slots * columns
+
+        def send_block(send: Callable[[Any, Any, Any], None], m: int, n: int, i: Any) -> None:
+            send(staging.at[self.warpgroup, i], m, n + i * columns)
+
+        def store(strip: Callable[[int, int], Any], send: Callable[[Any, Any, Any], None], width: int = width) -> None:
+            for n in range(0, width, together):
+                value = strip(n, min(together, width - n))
+                for m in range(0, rows, BOX):
+                    blocks = value
+                    if not isinstance(value, list):
+                        blocks = [value[m : m + BOX, i : i + columns] for i in range(0, value.shape[1], columns)]
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    store_boxes(staging.at[self.warpgroup], blocks, self.interpret)
+                    # Once for all of them: it waits for every store of the warpgroup.
+                    plgpu.commit_smem()
+                    each(len(blocks), partial(send_block, send, m, n))
+                    plgpu.commit_smem_to_gmem_group()
+
+        return store
 
     def cleaned(self, which: ProductStep, slot: Any) -> None:
         assert self.p.clean is not None
@@ -272,48 +291,38 @@ class _Program:
         return total
 
     def promoted_tile(self, promotion: Promotion, of: Item, before: Any) -> None:
-        p, shape = self.p, (BOX, promotion.wave_n)
-        operands = self.a_smem, self.b_smem
-        step = _promoted_step(p.config, promotion, self.warpgroup, operands, self.vectors, self.interpret)
+        p, c, wave_n = self.p, self.p.config, promotion.wave_n
+        waves = [(m, n) for m in range(0, c.part_m, BOX) for n in range(0, c.part_n, wave_n)]
 
         def one(k: Any, results: Any) -> Any:
             slot = self.slot_of(before + k)
             plgpu.barrier_wait(self.full.at[slot])
-            return step(slot, results, lambda: plgpu.barrier_arrive(self.free.at[slot]))
+            return self.promoted_step(promotion, waves, slot, results)
 
-        waves = _waves(p.config, promotion)
-        results = lax.fori_loop(0, of.steps, one, (Registers(self.interpret).zeros(shape),) * len(waves))
+        results = lax.fori_loop(0, of.steps, one, (Registers(self.interpret).zeros((BOX, wave_n)),) * len(waves))
         at = self.place(of)
         for (m, n), result in zip(waves, results, strict=True):
-            p.epilogue(self.refs, at._replace(m=at.m + m, n=at.n + n), result, self.storing(*shape))
+            p.epilogue(self.refs, at._replace(m=at.m + m, n=at.n + n), result, self.storing(BOX, wave_n))
 
+    def promoted_step(
+        self, promotion: Promotion, waves: list[tuple[int, int]], slot: Any, results: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """The waves' results after the step whose operands are in this stage, which is then free."""
+        c, shape = self.p.config, (BOX, promotion.wave_n)
 
-def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:
-    """Where the waves of a part are."""
-    return [(m, n) for m in range(0, c.part_m, BOX) for n in range(0, c.part_n, promotion.wave_n)]
-
-
-def _promoted_step(
-    c: MosaicConfig, promotion: Promotion, warpgroup: Any, operands: tuple[Any, Any], vectors: Any, interpret: Any
-) -> Callable[..., Any]:
-    """One step of a product with promotion.  Returns a function step(slot, results, release): from the stage, the
-    waves' results, and what to call when the stage is free, it returns the results.
-    """
-    a_smem, b_smem = operands
-    waves = _waves(c, promotion)
-    shape = (BOX, promotion.wave_n)
-
-    def step(slot: Any, results: tuple[Any, ...], release: Callable[[], None]) -> tuple[Any, ...]:
         def place(wave: int) -> tuple[Any, Any]:
             m, n = waves[wave]
-            return (warpgroup * c.part_m + m, n) if c.split == "m" else (m, warpgroup * c.part_n + n)
+            return (self.warpgroup * c.part_m + m, n) if c.split == "m" else (m, self.warpgroup * c.part_n + n)
 
         def blocks(wave: int) -> tuple[Any, Any]:
             m, n = place(wave)
-            return a_smem.at[slot, pl.ds(m, BOX)], b_smem.at[slot, pl.ds(n, promotion.wave_n)]
+            return self.a_smem.at[slot, pl.ds(m, BOX)], self.b_smem.at[slot, pl.ds(n, promotion.wave_n)]
 
         def loaded(wave: int) -> Any:
-            return promotion.load([x.at[slot] for x in vectors], *place(wave))
+            return promotion.load([x.at[slot] for x in self.vectors], *place(wave))
+
+        def release() -> None:
+            plgpu.barrier_arrive(self.free.at[slot])
 
         def proceed(started: int, running: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
             """From there on: `running` has accumulators of the last of the waves that are started."""
@@ -336,7 +345,7 @@ def _promoted_step(
             entered = promotion.enter(results[wave], product, with_it)
             return proceed(started, tuple(rest), (*results[:wave], entered, *results[wave + 1 :]))
 
-        if interpret is None:
+        if self.interpret is None:
             return proceed(0, (), results)
         made = []
         for wave, result in enumerate(results):  # interpreted, WGMMA takes no transposed operands
@@ -344,31 +353,3 @@ def _promoted_step(
             made.append(promotion.enter(result, jnp.dot(a, b.T), loaded(wave)))
         release()
         return tuple(made)
-
-    return step
-
-
-def _storing(
-    staging: Any, warpgroup: Any, c: MosaicConfig, shape: tuple[int, int], columns: int, interpret: Any
-) -> Callable[..., None]:
-    """Returns a function that sends blocks of a value of this shape by way of `staging` [MATH, slots, BOX, columns]."""
-    (rows, width), together = shape, c.staging_slots * columns
-
-    def send_block(send: Callable[[Any, Any, Any], None], m: int, n: int, i: Any) -> None:
-        send(staging.at[warpgroup, i], m, n + i * columns)
-
-    def store(strip: Callable[[int, int], Any], send: Callable[[Any, Any, Any], None], width: int = width) -> None:
-        for n in range(0, width, together):
-            value = strip(n, min(together, width - n))
-            for m in range(0, rows, BOX):
-                blocks = value
-                if not isinstance(value, list):
-                    blocks = [value[m : m + BOX, i : i + columns] for i in range(0, value.shape[1], columns)]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                store_boxes(staging.at[warpgroup], blocks, interpret)
-                # Once for all of them: it waits for every store of the warpgroup.
-                plgpu.commit_smem()
-                each(len(blocks), partial(send_block, send, m, n))
-                plgpu.commit_smem_to_gmem_group()
-
-    return store
