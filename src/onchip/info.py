@@ -2,7 +2,7 @@
 
 import platform
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -112,17 +112,12 @@ def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
         ),
     }
 
-    def why(refusal: Callable[[], str | None], cost: str) -> tuple[bool, str]:
+    rows = []
+    for part, (refusal, cost) in parts.items():
         reason = no_cuda or refusal()
-        return (
-            reason is None,
-            "tried, and it works" if reason is None else reason if no_cuda else f"{reason}; so {cost}",
-        )
-
-    return [
-        dict(zip(("part", "on", "why"), (part, *why(refusal, cost)), strict=True))
-        for part, (refusal, cost) in parts.items()
-    ]
+        why = "tried, and it works" if reason is None else reason if no_cuda else f"{reason}; so {cost}"
+        rows.append({"part": part, "on": reason is None, "why": why})
+    return rows
 
 
 _BACKENDS = {
