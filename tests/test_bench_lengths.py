@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from onchip.bench import lengths, lengths_process, torch_steps
-from onchip.bench.lengths_process import AskedLengths
+from onchip.bench import lengths, torch_steps
+from onchip.bench.lengths import AskedLengths
 from onchip.bench.page import html_page
 from onchip.bench.run import benchmark_of, run_bench
 from shared import assert_fits_schema
@@ -41,7 +41,7 @@ def test_every_op(op):
     assert ("torch.compile(dynamic=True)" in known) == (op != "grouped_matmul" or "torch F.grouped_mm" in known)
     told = []
     for impl in (known[0], *(name for name in known[1:2] if op != "grouped_matmul")):
-        found = lengths_process.measure(AskedLengths(op, case, impl, "cpu", "float32", NUMBER), target, told.append)
+        found = lengths.measure(AskedLengths(op, case, impl, "cpu", "float32", NUMBER), target, told.append)
         assert [len(found[x]) for x in ("first", "second", "another", "new", "again", "queued")] == [1, 1, 1, 3, 3, 1]
         assert found["device"] is None
         assert all(error <= bound for error, bound in found["errors"].values()) or op == "fp8_linear"
@@ -49,12 +49,12 @@ def test_every_op(op):
 
 
 def test_lengths_are_those_that_are_documented():
-    drawn = lengths_process.lengths(8192, 1000)
-    assert tuple(round(8192 * x) for x in (lengths_process.SHORTEST, lengths_process.LONGEST)) == (3000, 9000)
+    drawn = lengths.lengths(8192, 1000)
+    assert tuple(round(8192 * x) for x in (lengths.SHORTEST, lengths.LONGEST)) == (3000, 9000)
     assert min(drawn) >= 3000
     assert max(drawn) < 9000
-    assert drawn[:40] == lengths_process.lengths(8192, 40)
-    assert round(8192 * lengths_process.ANOTHER) == 7001
+    assert drawn[:40] == lengths.lengths(8192, 40)
+    assert round(8192 * lengths.ANOTHER) == 7001
 
 
 def test_a_process_that_ends_at_its_import_is_a_row_that_did_not_run(monkeypatch):
@@ -71,12 +71,12 @@ def test_a_process_that_ends_at_its_import_is_a_row_that_did_not_run(monkeypatch
 def test_a_shorter_problem_shares_the_memory_of_the_whole():
     target, case = tiny("linear_jsd")
     problem = target.make_problem(case, "cpu", "float32")
-    shorter = lengths_process.shortened(target, problem, 7)
+    shorter = lengths.shortened(target, problem, 7)
     assert [len(x) for x in shorter.arrays] == [7, 50, 7, 50]
     assert [x.data_ptr() for x in shorter.arrays] == [x.data_ptr() for x in problem.arrays]
     assert [x.requires_grad for x in shorter.arrays] == [True, True, False, False]
     target, case = tiny("grouped_matmul")
-    shorter = lengths_process.shortened(target, target.make_problem(case, "cpu", "float32"), 7)
+    shorter = lengths.shortened(target, target.make_problem(case, "cpu", "float32"), 7)
     assert sum(shorter.case.sizes) == 7
     assert shorter.sizes.tolist() == list(shorter.case.sizes)
 
