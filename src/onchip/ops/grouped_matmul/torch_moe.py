@@ -1,7 +1,7 @@
 """A mixture-of-experts layer for PyTorch on top of grouped_matmul: the module, and the functions that it is made of."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch.types import Device
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_bool, require_positive
 from onchip.frontend.torch_inputs import DTYPES, LOSS_DTYPES, accumulator, dtype_name, require_tensor
+from onchip.frontend.torch_module import typed_as
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import WeightLayout
 from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes
@@ -348,11 +349,8 @@ class MoE(nn.Module):
 
     if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
-        @overload
-        def __call__(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...
-        @overload
-        def __call__(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats[Tensor]]: ...
-        def __call__(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats[Tensor]]: ...
+        @typed_as(forward)
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         """Sizes, and the options that differ from their defaults."""
