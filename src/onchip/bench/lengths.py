@@ -5,6 +5,7 @@ runs again in another process, which finds these caches filled.  All processes o
 time, before the first one measures.
 """
 
+import gc
 import os
 import random
 import tempfile
@@ -291,6 +292,7 @@ def measure(asked: AskedLengths, op: BenchedOp, tell: Callable[[str], None]) -> 
     if several:
         for name in ("new", "again"):
             tell(f"{len(several)} lengths, {name}")
+            gc.collect()  # else what imports and first calls left may stop some step for tens of milliseconds
             found[name] = [wall(length) for length in several]
         tell(f"{len(several)} lengths, queued")
         runs = [step(length) for length in several]
