@@ -2,8 +2,10 @@
 
 import inspect
 import sys
+from types import ModuleType
 
 import pytest
+import torch
 import triton
 from triton import language as tl
 
@@ -11,7 +13,7 @@ import onchip.torch
 from onchip.attention.triton import portable_launches, wide_launches
 from onchip.groups.triton import launches as grouped
 from onchip.kernels.triton import compiling, recalled, trial
-from onchip.kernels.triton.launch import interpreted
+from onchip.kernels.triton.launch import Launch, interpreted
 from onchip.vocab.triton import walks
 from test_compiling import every_function, forget, hopper, launches  # noqa: F401 - a fixture
 
@@ -30,9 +32,18 @@ def other(x):
     return x - ADDED
 
 
+class Some:
+    of = inner
+
+
 @triton.jit
-def outer(x, N: tl.constexpr):
-    tl.store(x, inner(N + PARTS[0]))
+def outer(x, N: tl.constexpr, also: tl.constexpr = inner):
+    tl.store(x, inner(N + PARTS[0]) + Some.of(N))
+
+
+@triton.jit
+def added(x):
+    tl.store(x, ADDED)
 
 
 @pytest.fixture
@@ -86,6 +97,50 @@ def test_a_key_has_all_that_a_kernel_names(monkeypatch, name, value):
     assert recalled._source(outer, {}) == before
     monkeypatch.setitem(globals(), name, value)
     assert recalled._source(outer, {}) != before
+
+
+def test_a_key_has_what_is_found_in_classes_and_modules_and_as_defaults(monkeypatch):
+    before = recalled._source(outer, {})
+    monkeypatch.setattr(Some, "of", other)
+    in_class = recalled._source(outer, {})
+    monkeypatch.setattr(outer.fn, "__defaults__", (other,))
+    as_default = recalled._source(outer, {})
+    outside, inside = ModuleType("outside"), ModuleType("inside")
+    outside.of, inside.of = inside, other
+    monkeypatch.setitem(globals(), "Some", outside)
+    in_modules = recalled._source(outer, {})
+    inside.of = inner
+    assert len({before, in_class, as_default, in_modules, recalled._source(outer, {})}) == 5
+
+
+def test_a_key_has_a_source_that_was_updated(monkeypatch):
+    before = recalled._source(outer, {})
+    monkeypatch.setattr(inner, "_src", inner.src.replace("+", "-"))
+    assert recalled._source(outer, {}) != before
+
+
+def test_what_triton_found_for_a_global_as_it_was_is_not_noted(hopper, monkeypatch):  # noqa: F811
+    """Triton hashes a function once, and so finds the kernel of the old value; it raises only where it launches."""
+
+    def ask():
+        added.device_caches.clear()
+        return Launch(added, (1,), {"x": torch.zeros(1, dtype=torch.int32)}).ask()
+
+    def in_a_new_process():
+        added.hash, added.used_global_vals = None, {}
+        return ask().asm["ptx"]
+
+    try:
+        old = in_a_new_process()
+        monkeypatch.setitem(globals(), "ADDED", tl.constexpr(4))
+        with pytest.raises(RuntimeError, match="has changed"):
+            ask()
+        new = in_a_new_process()
+        assert old.replace(", 3;", ", 4;") == new != old
+        monkeypatch.setattr(recalled, "settle", pytest.fail)  # from here on all is found
+        assert in_a_new_process() == new
+    finally:
+        added.device_caches.clear()
 
 
 def test_what_has_no_lasting_name_is_in_no_key(monkeypatch):

@@ -7,7 +7,7 @@ files it has sizes and times, as Python tells by these whether it compiled a sou
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -20,10 +20,15 @@ from onchip.kernels.triton.keys import names_of, settle
 
 _FILE = "onchip.txt"
 # Parts of Triton that decide what is compiled, and variables that name another assembler than Triton's.
-_PARTS = "_C", "backends", "compiler", "experimental", "language", "runtime"
+_PARTS = "_C", "backends", "compiler", "experimental", "language", "runtime", "tools"
 _TOOLS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"
+_VERSION = "TRITON_MOCK_PTX_VERSION"
 # What Triton passes to the function that is replaced here.
 _PASSED = ["key", "signature", "device", "constexprs", "options", "attrs", "warmup"]
+
+
+_Seen = dict[int, tuple[Any, str]]
+"""Functions by their ids, with hashes of their sources."""
 
 
 class _Nameless(Exception):
@@ -61,17 +66,18 @@ def find(source: Any, target: Any, options: Any) -> tuple[str | None, Any]:
     from triton.compiler.compiler import CompiledKernel  # type: ignore[import-untyped]
     from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
 
-    key = None
-    with suppress(_Nameless, AttributeError, OSError, TypeError, ValueError):  # what differs, Triton's way is right for
+    key: str | None = None
+    seen: _Seen = {}
+    with suppress(Exception):  # what has no key or differs, Triton's way is right for
         if _is_watched():
             return None, None
-        key = _key(source, target, options)
+        key = _key(source, target, options, seen)
         if (path := get_cache_manager(key).get_file(_FILE)) is not None:
             theirs, file = Path(path).read_text(), f"{source.name[:150]}.json"
             files = get_cache_manager(theirs).get_group(file) or {}
             if file in files and any(x.endswith(".cubin") for x in files):
                 return key, CompiledKernel(source, files, theirs)
-    return key, None
+    return (key if _are_new(seen) else None), None
 
 
 def note(key: str | None, made: Any) -> None:
@@ -83,6 +89,19 @@ def note(key: str | None, made: Any) -> None:
         with suppress(OSError):  # a cache that can only be read
             for x in (key, _hashed(_installed())):
                 get_cache_manager(x).put(made.hash, _FILE, binary=False)
+
+
+def _are_new(seen: "_Seen") -> bool:
+    """Whether Triton's hash of each of these functions, which it makes once, is of what the function is now.
+
+    Otherwise a global was changed since.  What Triton finds is then of the global as it was.
+    """
+    fresh = True
+    for function, source in seen.values():
+        if function.hash is None:  # Triton will make it now
+            function._hashed_as = source
+        fresh = fresh and getattr(function, "_hashed_as", None) == source
+    return fresh
 
 
 def noted_any() -> bool:
@@ -107,10 +126,10 @@ def _is_watched() -> bool:
 # --------------------------------------------------------------------------------------------------------------- keys
 
 
-def _key(source: Any, target: Any, options: Any) -> str:
+def _key(source: Any, target: Any, options: Any, seen: "_Seen") -> str:
+    """Our key; adds the functions that are called to `seen`."""
     from triton._C.libtriton import get_cache_invalidating_env_vars  # type: ignore[import-untyped]
 
-    seen: dict[int, str] = {}
     constants = [(k, type(x).__name__, _value(x, seen)) for k, x in sorted(source.constants.items())]
     kind, environment = type(source).__name__, sorted(get_cache_invalidating_env_vars().items())
     of = _value(source.fn, seen), source.name, kind, [*source.signature.items()], constants, _plain(source.attrs)
@@ -123,7 +142,7 @@ def _installed() -> str:
     import triton
 
     root = Path(triton.__file__).parent
-    walked = [found for part in _PARTS for found in os.walk(root / part)]
+    walked = [found for part in _PARTS for found in os.walk(root / part, followlinks=True)]
     files = [os.path.join(folder, x) for folder, _, names in walked for x in names if not x.endswith((".pyc", ".h"))]
     return _hashed((triton.__version__, [_state(x) for x in sorted(files)]))
 
@@ -133,7 +152,7 @@ def _tools() -> list[str]:
     from triton import knobs
 
     paths = [x for name in _TOOLS if (x := os.environ.get(name)) and os.path.exists(x)]
-    return [*map(_state, paths), *[_plain(x) for x in sorted(vars(knobs.nvidia).items())]]
+    return [os.environ.get(_VERSION, ""), *map(_state, paths), *[_plain(x) for x in sorted(vars(knobs.nvidia).items())]]
 
 
 def _state(path: str) -> str:
@@ -145,36 +164,52 @@ def _hashed(x: Any) -> str:
     return sha256(repr(x).encode()).hexdigest()
 
 
-def _source(function: Any, seen: dict[int, str]) -> str:
+def _source(function: Any, seen: _Seen) -> str:
     """A hash of a function's source, and of the values of all that it names."""
-    if (known := seen.get(id(function))) is None:
-        seen[id(function)] = function.__qualname__  # it may call itself
-        named = [(name, _value(x, seen)) for name, x in _named(function)]
-        of = function.raw_src, function.starting_line_number, getattr(function, "noinline", None)
-        known = seen[id(function)] = _hashed((*of, named))
-    return known
+    if (known := seen.get(id(function))) is not None:
+        return known[1]
+    seen[id(function)] = function, function.__qualname__  # it may call itself
+    named = [(name, _value(x, seen)) for name, x in _named(function)]
+    text = type(function).__name__, function.raw_src, function.src, function.starting_line_number
+    made = _hashed((*text, getattr(function, "noinline", None), named))
+    seen[id(function)] = function, made
+    return made
 
 
 def _named(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals that a function names, and those of modules that it names."""
+    """The globals that a function names, what it names of modules and classes, and its parameters' defaults."""
     code, scope = function.fn.__code__, function.fn.__globals__
     if code.co_freevars:
         scope = scope | getclosurevars(function.fn).nonlocals
     names = sorted(names_of(code))
     for name in names:
-        found = scope.get(name)
-        if isinstance(found, ModuleType):
-            if not _is_of_triton(found.__name__):
-                yield from ((f"{name}.{x}", getattr(found, x)) for x in names if hasattr(found, x))
-        elif found is not None:
-            yield name, found
+        yield from _reached(name, scope.get(name), names, ())
+    yield from (("default", x) for x in function.fn.__defaults__ or ())
+    yield from sorted((function.fn.__kwdefaults__ or {}).items())
+
+
+def _reached(path: str, x: Any, names: Sequence[str], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """What has this path, unless it is a module, and what it has of these names, where it is a module or a class."""
+    from triton.language import constexpr  # type: ignore[import-untyped]
+    from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
+
+    is_module = isinstance(x, ModuleType)
+    if x is None or (is_module and _is_of_triton(x.__name__)) or any(x is y for y in within):
+        return
+    if not is_module:
+        yield path, x
+    if is_module or (isinstance(x, type) and not _is_of_triton(x.__module__)):
+        for name in names:
+            found = getattr(x, name, None)
+            if is_module or isinstance(found, JITCallable | constexpr | type):  # no method, which no kernel can call
+                yield from _reached(f"{path}.{name}", found, names, (*within, x))
 
 
 def _is_of_triton(module: str | None) -> bool:
     return module is not None and module.split(".")[0] == "triton"
 
 
-def _value(x: Any, seen: dict[int, str]) -> str:
+def _value(x: Any, seen: _Seen) -> str:
     from triton.language import constexpr  # type: ignore[import-untyped]
     from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
 
