@@ -2,6 +2,8 @@
 emulator.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,10 @@ from emulated import emulating
 from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton import launches
 from onchip.attention.triton.problem import TILE, entries_of, key_tile, tiles_of
+from onchip.masks import Causal, Full, Window
 from onchip.ops.attention import reference
 from onchip.ops.attention.cases import KINDS, Drawn
+from onchip.ops.attention.torch_op import _line
 
 TOKENS, HALF = 300, TILE // 2
 # Starts or ends of which fall from one query to the next.
@@ -29,6 +33,36 @@ def test_the_normal_form_is_what_is_meant(kind):
     made = reference.dense(low.start, low.end, low.stop, 90, low.blocks, low.tile)
     right = np.broadcast_to(right, (2, 90, 90))
     assert np.array_equal(np.broadcast_to(made, right.shape), right)
+
+
+FAR = 10**30
+BOUNDS = (None, -FAR, -(2**63), -9, -3, 0, 2, 7, 2**31, FAR)
+BANDS = [Causal(offset) for offset in BOUNDS[1:]] + [
+    Window(left, right, offset) & also
+    for left, right in product(BOUNDS, BOUNDS)
+    if left is None or right is None or left + right >= 0
+    for offset in (-FAR, -4, 0, 3, FAR)
+    for also in (Full(), Causal(1))
+]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (1, 1), (5, 9), (9, 4), (6, 0)])
+def test_a_mask_by_name_is_one_row_of_numbers(queries, keys):
+    """One row in which starts and ends lie, both at multiples of 16 bytes, sees what the lowered mask sees."""
+    as_rows = 0
+    for mask in BANDS:
+        if (line := _line(mask, queries, keys)) is not None:
+            first, gap = line
+            row = torch.arange(first, first + gap + queries, dtype=torch.int32)
+            low = mask.lower(1, queries, keys, torch.zeros(1))
+            right, made = (
+                reference.dense(start.expand(1, queries), end.expand(1, queries), None, keys)
+                for start, end in ((low.start, low.end), (row[:queries][None], row[gap:][None]))
+            )
+            assert np.array_equal(right, made), mask
+            assert gap % 4 == 0
+            as_rows += 1
+    assert as_rows > len(BANDS) / 2
 
 
 def tables(kind):

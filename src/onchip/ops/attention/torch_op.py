@@ -235,6 +235,8 @@ def _line(mask: Mask, queries: int, keys: int) -> tuple[int, int] | None:
     if band is None or queries + keys > 2**31 - 8:
         return None
     start, end = band
+    start = start if start is None else min(start, keys)  # from there on none is seen, however far it is
+    end = end if end is None else max(end, 1 - queries)
     if start is None or start < 1 - queries:  # of no query above 0
         start = 1 - queries if end is None or end >= keys else end - _up(end + queries - 1)
     gap = _up(keys - start) if end is None or end > keys else end - start
