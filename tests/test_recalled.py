@@ -1,6 +1,7 @@
 """A filled cache is found by a key that needs neither Triton's hash of itself nor its parser."""
 
 import inspect
+import pickle
 import sys
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import onchip.torch
 from onchip.attention.triton import portable_launches, wide_launches
 from onchip.groups.triton import launches as grouped
 from onchip.kernels.triton import compiling, recalled, trial
+from onchip.kernels.triton.compile_process import Job, dumps
 from onchip.kernels.triton.launch import Launch, interpreted
 from onchip.vocab.triton import walks
 from test_compiling import every_function, forget, hopper, launches  # noqa: F401 - a fixture
@@ -93,30 +95,30 @@ def test_it_is_asked_for_anew_where_anything_differs(filled, hopper, monkeypatch
     ],
 )
 def test_a_key_has_all_that_a_kernel_names(monkeypatch, name, value):
-    before = recalled._source(outer, {})
-    assert recalled._source(outer, {}) == before
+    before = recalled.hash_source(outer, {})
+    assert recalled.hash_source(outer, {}) == before
     monkeypatch.setitem(globals(), name, value)
-    assert recalled._source(outer, {}) != before
+    assert recalled.hash_source(outer, {}) != before
 
 
 def test_a_key_has_what_is_found_in_classes_and_modules_and_as_defaults(monkeypatch):
-    before = recalled._source(outer, {})
+    before = recalled.hash_source(outer, {})
     monkeypatch.setattr(Some, "of", other)
-    in_class = recalled._source(outer, {})
+    in_class = recalled.hash_source(outer, {})
     monkeypatch.setattr(outer.fn, "__defaults__", (other,))
-    as_default = recalled._source(outer, {})
+    as_default = recalled.hash_source(outer, {})
     outside, inside = ModuleType("outside"), ModuleType("inside")
     outside.of, inside.of = inside, other
     monkeypatch.setitem(globals(), "Some", outside)
-    in_modules = recalled._source(outer, {})
+    in_modules = recalled.hash_source(outer, {})
     inside.of = inner
-    assert len({before, in_class, as_default, in_modules, recalled._source(outer, {})}) == 5
+    assert len({before, in_class, as_default, in_modules, recalled.hash_source(outer, {})}) == 5
 
 
 def test_a_key_has_a_source_that_was_updated(monkeypatch):
-    before = recalled._source(outer, {})
+    before = recalled.hash_source(outer, {})
     monkeypatch.setattr(inner, "_src", inner.src.replace("+", "-"))
-    assert recalled._source(outer, {}) != before
+    assert recalled.hash_source(outer, {}) != before
 
 
 def test_what_triton_found_for_a_global_as_it_was_is_not_noted(hopper, monkeypatch):  # noqa: F811
@@ -143,14 +145,26 @@ def test_what_triton_found_for_a_global_as_it_was_is_not_noted(hopper, monkeypat
         added.device_caches.clear()
 
 
+def test_a_process_compiles_no_kernel_that_was_changed_here(monkeypatch):
+    """It would compile what is in the file, for the key of what is here."""
+    with monkeypatch.context() as changed:
+        changed.setitem(globals(), "ADDED", tl.constexpr(4))
+        jobs = dumps([Job(added, None, {}, None)])
+        assert pickle.loads(jobs)[0][0] is added
+    with pytest.raises(LookupError, match="is another one here"):
+        pickle.loads(jobs)
+
+
 def test_what_has_no_lasting_name_is_in_no_key(monkeypatch):
     for value in (object(), (object(),), tl.constexpr(object()), [outer]):
         monkeypatch.setitem(globals(), "ADDED", value)
-        with pytest.raises(recalled._Nameless):
-            recalled._source(outer, {})
+        with pytest.raises(recalled.Nameless):
+            recalled.hash_source(outer, {})
+        with pytest.raises(pickle.PicklingError):
+            dumps([Job(outer, None, {}, None)])
 
 
 def test_all_kernels_have_a_key():
     assert all((onchip.torch, portable_launches, wide_launches, grouped, trial, walks))  # are imported
     several = [x for x in every_function() if not inspect.isclass(x)]
-    assert len({recalled._source(x, {}) for x in several}) == len(several) > 100
+    assert len({recalled.hash_source(x, {}) for x in several}) == len(several) > 100

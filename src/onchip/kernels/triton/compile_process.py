@@ -15,6 +15,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from onchip.kernels.triton.recalled import Nameless, Seen, hash_source
+
 
 class Job(NamedTuple):
     """One kernel: the arguments of Triton's `compile`."""
@@ -31,18 +33,28 @@ class _Pickler(pickle.Pickler):
     PyTorch.
     """
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.seen: Seen = {}
+
     def reducer_override(self, obj: Any) -> Any:
         from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
 
         if isinstance(obj, JITCallable):
-            return _named, (obj.fn.__module__, obj.fn.__qualname__, obj.cache_key)
+            try:
+                source = hash_source(obj, self.seen)
+            except Nameless as error:
+                raise pickle.PicklingError(f"{obj} names what has no lasting name") from error
+            return _named, (obj.fn.__module__, obj.fn.__qualname__, obj.cache_key, source)
         if isinstance(obj, tuple) and hasattr(obj, "_fields"):
             return _tuple_of, (type(obj).__name__, obj._fields, tuple(obj))
         return NotImplemented
 
 
-def _named(module: str, name: str, key: str) -> Any:
+def _named(module: str, name: str, key: str, source: str) -> Any:
     found = getattr(import_module(module), name)
+    if hash_source(found, {}) != source:
+        raise LookupError(f"{module}.{name} is another one here than in the process that asks for it")
     found.hash = key  # or Triton would compute it anew
     return found
 

@@ -27,11 +27,11 @@ _VERSION = "TRITON_MOCK_PTX_VERSION"
 _PASSED = ["key", "signature", "device", "constexprs", "options", "attrs", "warmup"]
 
 
-_Seen = dict[int, tuple[Any, str]]
+Seen = dict[int, tuple[Any, str]]
 """Functions by their ids, with hashes of their sources."""
 
 
-class _Nameless(Exception):
+class Nameless(Exception):
     """Raised for what no key can be made of."""
 
 
@@ -67,7 +67,7 @@ def find(source: Any, target: Any, options: Any) -> tuple[str | None, Any]:
     from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
 
     key: str | None = None
-    seen: _Seen = {}
+    seen: Seen = {}
     with suppress(Exception):  # what has no key or differs, Triton's way is right for
         if _is_watched():
             return None, None
@@ -86,12 +86,12 @@ def note(key: str | None, made: Any) -> None:
     from triton.runtime.cache import get_cache_manager
 
     if key is not None and isinstance(made, CompiledKernel):
-        with suppress(OSError):  # a cache that can only be read
+        with suppress(Exception):  # a cache that can only be read
             for x in (key, _hashed(_installed())):
                 get_cache_manager(x).put(made.hash, _FILE, binary=False)
 
 
-def _are_new(seen: "_Seen") -> bool:
+def _are_new(seen: Seen) -> bool:
     """Whether Triton's hash of each of these functions, which it makes once, is of what the function is now.
 
     Otherwise a global was changed since.  What Triton finds is then of the global as it was.
@@ -108,7 +108,7 @@ def noted_any() -> bool:
     """Whether the cache has something of this Triton's."""
     from triton.runtime.cache import get_cache_manager
 
-    with suppress(OSError):
+    with suppress(Exception):
         return get_cache_manager(_hashed(_installed())).get_file(_FILE) is not None
     return False
 
@@ -126,7 +126,7 @@ def _is_watched() -> bool:
 # --------------------------------------------------------------------------------------------------------------- keys
 
 
-def _key(source: Any, target: Any, options: Any, seen: "_Seen") -> str:
+def _key(source: Any, target: Any, options: Any, seen: Seen) -> str:
     """Our key; adds the functions that are called to `seen`."""
     from triton._C.libtriton import get_cache_invalidating_env_vars  # type: ignore[import-untyped]
 
@@ -164,7 +164,7 @@ def _hashed(x: Any) -> str:
     return sha256(repr(x).encode()).hexdigest()
 
 
-def _source(function: Any, seen: _Seen) -> str:
+def hash_source(function: Any, seen: Seen) -> str:
     """A hash of a function's source, and of the values of all that it names."""
     if (known := seen.get(id(function))) is not None:
         return known[1]
@@ -209,7 +209,7 @@ def _is_of_triton(module: str | None) -> bool:
     return module is not None and module.split(".")[0] == "triton"
 
 
-def _value(x: Any, seen: _Seen) -> str:
+def _value(x: Any, seen: Seen) -> str:
     from triton.language import constexpr  # type: ignore[import-untyped]
     from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
 
@@ -218,7 +218,7 @@ def _value(x: Any, seen: _Seen) -> str:
     if isinstance(x, constexpr):
         return f"constexpr {type(x.value).__name__} {_value(x.value, seen)}"
     if isinstance(x, JITCallable):
-        return x.__qualname__ if _is_of_triton(x.__module__) else _source(x, seen)
+        return x.__qualname__ if _is_of_triton(x.__module__) else hash_source(x, seen)
     if getattr(x, "__triton_aggregate__", False):
         fields = [(name, _plain(kind)) for name, kind in getattr(x, "__annotations__", {}).items()]
         return f"{x.__qualname__} {fields} {[_value(y, seen) for y in x.hash_attrs]}"
@@ -233,5 +233,5 @@ def _value(x: Any, seen: _Seen) -> str:
 def _plain(x: Any) -> str:
     made = repr(x)
     if " at 0x" in made or "JITFunction(" in made:
-        raise _Nameless
+        raise Nameless
     return made
