@@ -171,8 +171,9 @@ def _taking_shard(pair: Pair, loss: Tensor) -> Take:
             _put_label(stats, label)
             value = value - options.hard_weight * stats[LABEL_LOG_PROB]
         value = value if token_weight is None else value * token_weight[order]
-        there = torch.arange(first, first + size, device=order.device) < pair.vectors.number
-        loss.index_add_(0, order, torch.where(there, value, 0))  # of a position that isn't there it is 0
+        there = torch.arange(first, first + size, dtype=torch.int64, device=order.device) < pair.vectors.number
+        value = torch.where(there, value, 0)  # of a position that isn't there it is 0
+        stated.call(Tensor.index_add_, loss, 0, order, value)
         if into:
             launched(into).run()
 
@@ -200,7 +201,7 @@ def _exchange_softmaxes(pair: Pair, at: slice, topk: Tensor | None = None) -> tu
     stats, order = pair.stats[:, at], pair.vectors.order[at].long()
     maximum, log_sum = (_of_models(stats, row, models) for row in (MAXIMUM, LOG_SUM))
     if not pair.tiles:
-        stats.fill_(0)
+        stats[:] = 0
         log_sum[:], stats[HARD_LOG_SUM] = -math.inf, -math.inf
     sent, label = [*(maximum / tau + log_sum * LN2)], list[Tensor]()
     if call.options.hard_weight > 0:
