@@ -29,8 +29,6 @@ class Arrays(NamedTuple):
     """`take(x, indices)`: the entries of each row."""
     put: Callable[[Array, Array, Any], Array]
     """`put(x, indices, values)`: a copy of x with these entries."""
-    cross_entropy: Callable[[Array, Array], tuple[Array, Array]]
-    """`cross_entropy(z, label)`: each row's cross-entropy, and its gradient."""
     sum: Callable[[Array], Array] = lambda x: x.sum(1)
     of_few: "Arrays | None" = None
     """If devices have parts of each row: the same for rows of K numbers, which all devices have."""
@@ -67,10 +65,19 @@ def rows(
     dz, du = (None if g is None else g * (factor / tau) for g in made[1:])
     if options.hard_weight > 0:
         del made
-        ce, d_ce = of.cross_entropy(z, label)
+        ce, d_ce = _cross_entropy(of, z, label)
         value = value + options.hard_weight * ce
         dz = None if dz is None else dz + options.hard_weight * d_ce
     return DivergenceGradients(value, dz, du)
+
+
+def _cross_entropy(of: Arrays, z: Array, label: Array) -> tuple[Array, Array]:
+    """The cross-entropy of each row, and its gradient."""
+    xp, ids, full = of.xp, label[:, None], of.log_softmax(z)
+    own, others = of.take(full, ids), xp.exp(of.logsumexp(of.put(full, ids, -math.inf)))
+    # Where the label leads, the sum of the others has more digits of both.
+    own = xp.where(others < 0.5, xp.log1p(-others.clip(max=0.5)), own)
+    return -own[:, 0], of.put(xp.exp(full), ids, -others)
 
 
 def divergence(
@@ -124,30 +131,26 @@ def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[
 
 
 def _topk(of: Arrays, options: JsdOptions, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
-    """The losses with a top-k teacher, and the numbers from which z's gradient is made; z is over temperature."""
-    xp, indices, few = of.xp, teacher.indices, of.of_few or of
-    if teacher.rest == "renormalised":
-        value, ds = topk_terms(few, options, teacher, of.take(z, indices))
-        return value, lambda: of.put(xp.zeros_like(z), indices, ds)
-    full = of.log_softmax(z)
-    if teacher.rest == "truncated":
-        value, by_s = topk_terms(few, options, teacher, of.take(full, indices))
-        rest_of = xp.exp(full) * -by_s.sum(1)[:, None]
-        return value, lambda: of.put(rest_of, indices, of.take(rest_of, indices) + by_s)
-    # From log-probabilities, since the difference of two log-sum-exps of logits has the error of both.
-    outside = of.put(full, indices, -math.inf)
-    other = of.logsumexp(outside)
-    value, ds = topk_terms(few, options, teacher, of.take(full, indices), other)
+    """The losses with a top-k teacher, and a function that makes z's gradient; z is over temperature."""
+    xp, ids, rest = of.xp, teacher.indices, None
+    full = z if teacher.rest == "renormalised" else of.log_softmax(z)
+    if teacher.rest == "tail":
+        # From log-probabilities, since the difference of two log-sum-exps of logits has the error of both.
+        outside = of.put(full, ids, -math.inf)
+        rest = of.logsumexp(outside)
+    value, at_ids, factor = topk_gradient(of.of_few or of, options, teacher, of.take(full, ids), rest)
 
     def gradient() -> Array:
-        share = xp.exp(outside - xp.where(other == -math.inf, 0, other))
-        return of.put(share * ds[:, -1:], indices, ds[:, :-1])
+        if teacher.rest == "renormalised":
+            return of.put(xp.zeros_like(z), ids, at_ids)
+        p = xp.exp(full if rest is None else outside - xp.where(rest == -math.inf, 0, rest))
+        return of.put(p * factor[:, None], ids, at_ids)
 
     return value, gradient
 
 
-def topk_terms(
-    of: Arrays, options: JsdOptions, teacher: TopK[Array], ls: Array, rest: Array | None = None
+def _topk_terms(
+    of: Arrays, options: JsdOptions, teacher: TopK[Array], ls: Array, rest: Array | None
 ) -> tuple[Array, Array]:
     """The losses with a top-k teacher, given the student's log-probabilities of the K entries, [n, K], and with a tail
     that of all others together, [n, 1].
@@ -173,10 +176,10 @@ def topk_gradient(
     of: Arrays, options: JsdOptions, teacher: TopK[Array], ls: Array, rest: Array | None
 ) -> tuple[Array, Array, Array]:
     """The losses with a top-k teacher, given the student's log-probabilities of the K entries, [n, K], and with a tail
-    that of all others together, [n].  Also the gradients by logits at the K entries, [n, K], and a factor [n] of those
-    at all others: of their probabilities or, with a tail, of their shares of the others' probability.
+    that of all others together, [n, 1].  Also the gradients by logits at the K entries, [n, K], and a factor [n] of
+    those at all others: of their probabilities or, with a tail, of their shares of the others' probability.
     """
-    value, at_ids = topk_terms(of, options, teacher, ls, None if rest is None else rest[:, None])
+    value, at_ids = _topk_terms(of, options, teacher, ls, rest)
     factor = of.xp.zeros_like(value)
     if teacher.rest == "tail":
         factor, at_ids = at_ids[:, -1], at_ids[:, :-1]

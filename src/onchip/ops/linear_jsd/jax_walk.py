@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED
-from onchip.frontend.options import LossTerms
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import JsdOptions, memory
 from onchip.ops.linear_jsd import divergence as formulas
 from onchip.ops.linear_jsd.memory import Head, JsdProblem
-from onchip.vocab.loss import at_entry
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import (
@@ -26,10 +24,7 @@ from onchip.vocab.xla.tiles import (
     Wanted,
     XlaLogits,
     XlaProjection,
-    XlaTokenGradient,
-    XlaTokenStats,
     cut_rows,
-    logits_gradient,
     select_tokens,
 )
 from onchip.vocab.xla.walk import by_rows
@@ -93,14 +88,6 @@ def source_of(static: JsdStatic, model: Any) -> XlaProjection | XlaLogits:
     return model
 
 
-def _at_labels(stats: XlaTokenStats) -> XlaTokenGradient:
-    """The gradient of each row's cross-entropy with its one id."""
-    return XlaTokenGradient(
-        jnp.ones_like(stats.lse),
-        at_entry(jnp, LossTerms().nonzero, stats.log_prob, None, None, stats.lse, 1, None, None),
-    )
-
-
 def arrays_of(shard: Shard | None, size: int) -> formulas.Arrays:
     """The functions that formulas need, for rows of logits of which this device has `size` entries."""
     if shard is None:
@@ -108,7 +95,8 @@ def arrays_of(shard: Shard | None, size: int) -> formulas.Arrays:
     columns = Columns(0, size, end=shard.end)
 
     def softmax(x: Array) -> Softmax:
-        return _softmax(x, jnp.full((len(x), 1), IGNORED, jnp.int32), columns, shard)
+        no_ids = jnp.full((len(x), 1), IGNORED, jnp.int32)
+        return shard.joined(Softmax.empty(no_ids, Wanted(), x.dtype).absorb(x, columns, no_ids))
 
     def log_softmax(x: Array) -> Array:
         of_row, new = softmax(x), columns.new(x)
@@ -136,25 +124,9 @@ def arrays_of(shard: Shard | None, size: int) -> formulas.Arrays:
         logsumexp=logsumexp,
         take=take,
         put=put,
-        cross_entropy=lambda z, label: _cross_entropy(z, label, columns, shard),
         sum=lambda x: over_devices(jnp.sum(x, 1)),
         of_few=ARRAYS,
     )
-
-
-def _softmax(z: Array, ids: Array, columns: Columns, shard: Shard | None) -> Softmax:
-    """The softmax of each row, whose entries other devices may have too."""
-    own = ids if shard is None else shard.local_ids(ids)
-    made = Softmax.empty(own, Wanted(), z.dtype).absorb(z, columns, own)
-    return made if shard is None else shard.joined(made)
-
-
-def _cross_entropy(z: Array, label: Array, columns: Columns, shard: Shard | None = None) -> tuple[Array, Array]:
-    """The cross-entropy of each row, and its gradient."""
-    ids = label[:, None]
-    stats = _softmax(z, ids, columns, shard).complete(ids, columns.size if shard is None else shard.vocab)
-    own = ids if shard is None else shard.local_ids(ids)
-    return -stats.log_prob[:, 0], logits_gradient(z, None, stats, _at_labels(stats), own, columns)
 
 
 ARRAYS = formulas.Arrays(
@@ -163,7 +135,6 @@ ARRAYS = formulas.Arrays(
     logsumexp=lambda x: jax.nn.logsumexp(x, 1, keepdims=True),
     take=lambda x, indices: jnp.take_along_axis(x, indices, 1),
     put=lambda x, indices, values: x.at[jnp.arange(x.shape[0])[:, None], indices].set(values),
-    cross_entropy=lambda z, label: _cross_entropy(z, label, Columns(0, z.shape[1])),
 )
 
 

@@ -182,9 +182,8 @@ def _found_topk(static: JsdStatic, z: Array, token: Array, label: Array, indices
     less = jnp.log1p(rest + jnp.sum(jnp.where(leads, 0, e), 1))
     log_total = jnp.where(jnp.any(leads, 1), less, jnp.log(rest + jnp.sum(e, 1)))
     tail = teacher.rest == "tail"
-    value, gradient, factor = topk_gradient(
-        ARRAYS, options, teacher, below / tau - log_total[:, None], of_others - log_total if tail else None
-    )
+    rest_of = (of_others - log_total)[:, None] if tail else None
+    value, gradient, factor = topk_gradient(ARRAYS, options, teacher, below / tau - log_total[:, None], rest_of)
     soft, hard = options.soft_factor / tau, None
     value, gradient, factor = options.soft_factor * value, soft * gradient, soft * factor
     if is_hard:

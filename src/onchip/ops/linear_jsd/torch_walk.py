@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_labels import log_probs_or_nan
 from onchip.frontend.torch_parallel import Shards
@@ -24,9 +23,8 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, JsdModel
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import Layer
-from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.parallel import start_sum
-from onchip.vocab.torch.softmax import Asked, Running, write_at
+from onchip.vocab.torch.softmax import write_at
 from onchip.vocab.torch.tiles import NOWHERE, Tokens, spans
 from onchip.vocab.torch.walk import Accumulated
 
@@ -152,22 +150,12 @@ def topk_rows(call: JsdCall, tokens: Tokens, part: slice) -> TopK[Tensor]:
     return TopK(ids.masked_fill(bad, 0), values, *words)
 
 
-def _cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each row, and its gradient."""
-    ids = label[:, None]
-    softmax = Running.empty(ids, z.dtype)
-    e = softmax.absorb(z.clone(), 0, ids, Asked(), None)
-    made = loss_gradient(LossOptions(), torch.ones_like(softmax.max), softmax.lse, softmax.log_prob, z.shape[1])
-    return -softmax.log_prob[:, 0], made.of_exponentials(e, made.factor / softmax.total, ids, 0, None)
-
-
 ARRAYS = Arrays(
     torch,
     log_softmax=lambda x: torch.log_softmax(x, 1),
     logsumexp=lambda x: x.logsumexp(1, keepdim=True),
     take=lambda x, indices: x.gather(1, indices),
     put=lambda x, indices, values: x.scatter(1, indices, values),
-    cross_entropy=_cross_entropy,
 )
 
 
@@ -205,22 +193,11 @@ def arrays_of(call: JsdCall) -> Arrays:
             write_at(made, own_ids(ids), 0, torch.as_tensor(values, dtype=x.dtype, device=x.device).expand(ids.shape))
         return made
 
-    def cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        ids, softmax = own_ids(label[:, None]), Running.empty(label[:, None], z.dtype)
-        if call.size:
-            softmax.absorb(z.clone(), 0, ids, Asked(), None)
-        found = gathered(softmax.lse, torch.where(ids == NOWHERE, 0, softmax.log_prob)[:, 0])
-        lse, log_share = parallel.log_sum(found.numbers[0])
-        log_prob = parallel.log_prob_of(label[:, None], found, found.numbers[1:], found.numbers[0], log_share)
-        made = loss_gradient(LossOptions(), torch.ones_like(lse), lse, log_prob, call.vocab)
-        return -log_prob[:, 0], made.of_logits(z.clone(), ids, 0, None, None) if call.size else z
-
     return ARRAYS._replace(
         log_softmax=lambda x: torch.where(x == -math.inf, x, x - logsumexp(x)),
         logsumexp=logsumexp,
         take=take,
         put=put,
-        cross_entropy=cross_entropy,
         sum=lambda x: summed(x.sum(1))[0],
         of_few=ARRAYS,
     )
