@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,12 @@ from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import FEW, gather, low_rows
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.records import LogitBuffer, Picked, Run, Tiles, Vectors
+from onchip.vocab.triton.setup import TritonSaved
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
+
+if TYPE_CHECKING:
+    from onchip.ops.linear_jsd.triton_op import Left
 
 # How many tiles of a token's row a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8
@@ -43,6 +47,7 @@ class Side:
 
     layer: Layer
     config: TritonPlan  # how the engine cuts the layer's gradients
+    saved: TritonSaved  # what forward leaves for them
     run: Run  # of the layer's entries that count
 
 
@@ -51,6 +56,7 @@ class Pair:
     """Both models of a call, the student (0) and the teacher (1), and what is known about its tokens."""
 
     call: JsdCall
+    plan: JsdPlan
     sides: Mapping[int, Side]  # of both models, the student alone, or none
     given: Mapping[int, JsdLogits]  # the other models' logits
     vectors: Vectors
@@ -58,12 +64,11 @@ class Pair:
     ignore_index: int
     target_logit: Tensor  # [T] float32
     stats: Tensor  # [STATS, T] float32, and after these what `numbers` has
-    topk: (
-        Tensor | None
-    )  # [T, K] int32: the ids of a top-k teacher, ascending; others than of these logits stand for none
+    topk: Tensor | None  # [T, K] int32: a top-k teacher's ids, ascending; others than of these logits stand for none
 
     @staticmethod
-    def of(call: JsdCall, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
+    def of(call: JsdCall, plan: JsdPlan, left: "Left", vectors: Tensor) -> "Pair":
+        """`vectors` are those of `left`, or a copy."""
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
         if call.shards.there:
@@ -77,13 +82,13 @@ class Pair:
                 bias = None if layer.bias is None else layer.bias[: call.size]
                 counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
                 run = setup.make_run(counted, LossOptions(), vectors)
-                sides[who] = Side(layer, config_of(call.head(who), plan), run)
+                sides[who] = Side(layer, config_of(call.head(who), plan), left[2 + who], run)
             elif model.logits is not None:
                 x = stated.converted(model.logits, _rows)
                 given[who] = JsdLogits(x, x.stride(0), None, None, None)
         topk = None if call.indices is None else stated.call(_topk_ids, call.indices, call.shards.start)
         made = Vectors.unpack(vectors, tokens)
-        return Pair(call, sides, given, made, ids, ignore_index, target_logit, stats, topk)
+        return Pair(call, plan, sides, given, made, ids, ignore_index, target_logit, left.stats, topk)
 
     @property
     def numbers(self) -> Tensor:

@@ -82,8 +82,7 @@ def _forward(call: JsdCall) -> JsdTritonOutputs:
         call.tokens(check=True, compact=not call.shards.there and call.indices is None)  # for its checks alone
     call = _for_kernels(call)
     made = _memory(call, plan)
-    (stats, vectors, *saved) = made.left
-    return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved))
+    return made._replace(loss=triton_walk.forward(call, plan, made.left))
 
 
 def _for_kernels(call: JsdCall) -> JsdCall:
@@ -133,10 +132,9 @@ def _gradients(kept: JsdTritonKept, upstream: Made, wanted: Wanted) -> Made:
     """Turn the kept memory into the gradients of hidden states and weights; return the others."""
     from onchip.ops.linear_jsd import triton_walk
 
-    (grad_loss,), (stats, vectors, *saved) = upstream, kept.left
+    (grad_loss,) = upstream
     assert grad_loss is not None
-    plan, call = _plan(kept.call), _for_kernels(kept.call)
-    return triton_walk.backward(call, plan, stats, vectors, saved, grad_loss, wanted)
+    return triton_walk.backward(_for_kernels(kept.call), _plan(kept.call), kept.left, grad_loss, wanted)
 
 
 def _fake_gradients(kept: JsdTritonKept, upstream: Made, wanted: Wanted) -> Made:

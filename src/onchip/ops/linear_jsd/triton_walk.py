@@ -16,7 +16,7 @@ Nothing here waits for the device, except for other ranks.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,11 @@ from onchip.vocab.torch.parallel import start_sum
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.records import Vectors
-from onchip.vocab.triton.setup import Gradients, TritonSaved
+from onchip.vocab.triton.setup import Gradients
 from onchip.vocab.triton.tiling import VOCAB_TILE
+
+if TYPE_CHECKING:
+    from onchip.ops.linear_jsd.triton_op import Left
 
 LN2 = math.log(2)
 MODELS = (known_rows.STUDENT.value, known_rows.TEACHER.value)
@@ -62,23 +65,17 @@ Take = Callable[..., None]
 logits' gradients go, if they are to be made."""
 
 
-def forward(
-    call: JsdCall,
-    plan: JsdPlan,
-    stats: Tensor,
-    vectors: Tensor,
-    saved: Sequence[TritonSaved],
-) -> Tensor:
-    """The loss; fills each model's memory, `saved`."""
-    pair = Pair.of(call, plan, stated.zero(vectors), stats)
-    loss = stated.zeros(call.number, torch.float32, call.first.device)
+def forward(call: JsdCall, plan: JsdPlan, left: "Left") -> Tensor:
+    """The loss; fills what is `left` for backward."""
+    pair = Pair.of(call, plan, left, stated.zero(left.vectors))
+    loss, number = stated.zeros(call.number, torch.float32, call.first.device), pair.vectors.number
     if call.number:
         take = (_taking_topk if pair.topk is not None else _taking_shard if call.shards.there else _taking)(pair, loss)
         pair.number_tokens()
-        _chunks_of_tokens(pair, plan, saved, take)
+        _chunks_of_tokens(pair, take)
         if call.shards.there:
             pair.put_labels(ELSEWHERE)
-    return _reduced(call, loss, pair.vectors.number)
+    return reduce_losses(loss.view(call.shape), number, _divisor(call, number), call.options.reduction)
 
 
 def _taking(pair: Pair, loss: Tensor) -> Take:
@@ -91,22 +88,17 @@ def _taking(pair: Pair, loss: Tensor) -> Take:
     return take
 
 
-def _reduced(call: JsdCall, losses: Tensor, number: Tensor) -> Tensor:
-    """The loss, from that of each token, of which `number` aren't ignored."""
-    return reduce_losses(losses.view(call.shape), number, _divisor(call, number), call.options.reduction)
-
-
 def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
     """What the loss is divided by, unless it is the number of tokens that are not ignored."""
     return None if call.normalizer is None else call.divisor(number)
 
 
-def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], take: Take) -> None:
+def _chunks_of_tokens(pair: Pair, take: Take) -> None:
     """Show all tokens' logits to `take`, a chunk at a time."""
-    tokens, chunk, kept = pair.call.number, min(plan.token_chunk, pair.call.number), min(plan.kept, pair.call.number)
+    tokens, chunk, kept = (min(n, pair.call.number) for n in (pair.call.number, pair.plan.token_chunk, pair.plan.kept))
     rows, made, buffers = {}, {}, {}
     for who, side in pair.sides.items() if pair.tiles else ():  # a shard may be empty
-        rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, saved[who])
+        rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, side.saved)
         if buffer is not None:
             buffers[who] = buffer
         hard = pair.call.options.hard_weight > 0 and who == 0
@@ -240,19 +232,9 @@ def _logit_gradients(pair: Pair, *args: Any, **more: Any) -> Launch:
     return (divergence if pair.topk is None else topk_gradients)(pair, *args, **more)
 
 
-def backward(
-    call: JsdCall,
-    plan: JsdPlan,
-    stats: Tensor,
-    vectors: Tensor,
-    saved: Sequence[TritonSaved],
-    grad_loss: Tensor,
-    wanted: Wanted,
-) -> list[Tensor | None]:
-    """The gradients that are wanted, except those with memory in `saved`, which are filled in there."""
-    tokens = call.number
-    vectors = stated.call(torch.clone, vectors)  # launches write to some of them
-    pair = Pair.of(call, plan, vectors, stats)
+def backward(call: JsdCall, plan: JsdPlan, left: "Left", grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
+    """The gradients that are wanted, except those with memory in what is `left`, which are filled in there."""
+    tokens, pair = call.number, Pair.of(call, plan, left, stated.call(torch.clone, left.vectors))  # launches write some
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
     if not pair.sides:
@@ -266,7 +248,7 @@ def backward(
         return made
     parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
     grads = {
-        who: setup.Gradients.of(side.layer, saved[who], parts[who])
+        who: setup.Gradients.of(side.layer, side.saved, parts[who])
         for who, side in pair.sides.items()
         if any(parts[who])
     }
@@ -276,7 +258,7 @@ def backward(
             if to.hidden is not None:
                 # Not in the memory of hidden's rows, and in float32, since ranks add them up.
                 grads[who] = to._replace(hidden=torch.zeros_like(to.hidden, dtype=torch.float32))
-    waits = _chunks_of_vocabulary(pair, plan, row_scale, saved, grads) if tokens and pair.tiles else {}
+    waits = _chunks_of_vocabulary(pair, row_scale, grads) if tokens and pair.tiles else {}
     for who, to in grads.items():
         layer = pair.sides[who].layer
         if to.weight is not None:
@@ -309,19 +291,19 @@ def _row_scale(call: JsdCall, vectors: Vectors, grad_loss: Tensor) -> Tensor:
 
 
 def _chunks_of_vocabulary(
-    pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[TritonSaved], grads: Mapping[int, Gradients]
+    pair: Pair, row_scale: Tensor, grads: Mapping[int, Gradients]
 ) -> dict[int, Callable[[], Tensor]]:
     """Fill in the gradients of hidden states, weights and biases; for a shard, return a function that waits for
     hidden's.
     """
-    tokens, kept = pair.call.number, min(plan.kept, pair.call.number)
-    left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
+    kept, chunk_tiles = min(pair.plan.kept, pair.call.number), pair.plan.vocab_chunk // VOCAB_TILE
+    left = pair.call.number - kept
     row_scales, products = {}, {}
     waits: dict[int, Callable[[], Tensor]] = {}
     for who, to in grads.items():
         side = pair.sides[who]
         row_scales[who], kept_scale, inverse = _scales(pair, who, row_scale, side.layer.dtype)
-        products[who] = Products.of(side.run, side.layer, side.config, saved[who], to, kept_scale, inverse)
+        products[who] = Products.of(side.run, side.layer, side.config, side.saved, to, kept_scale, inverse)
         products[who].take_kept()
     heads = {}
     for who, side in pair.sides.items() if left else ():
