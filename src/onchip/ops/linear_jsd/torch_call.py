@@ -18,6 +18,7 @@ from onchip.vocab.torch import parallel
 from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
+from onchip.vocab.triton.setup import TritonSaved
 
 
 def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> None:
@@ -50,6 +51,15 @@ class JsdModel(NamedTuple):
 PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in JsdModel._fields)
 """The tensors of a call that can have a gradient."""
 NO_GRADIENTS = (False,) * len(PARAMETERS)
+
+
+class Left(NamedTuple):
+    """What the Triton kernels leave for backward; empty if nothing is needed."""
+
+    stats: Tensor  # [STATS, T] float32, by position; with a top-k teacher K + 2 more
+    vectors: Tensor  # int32: `Vectors.packed`
+    student: TritonSaved
+    teacher: TritonSaved
 
 
 _SPLIT = ("weight", "logits")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_topk as topk_kernels
 from onchip.ops.linear_jsd.divergence import nearly_equal
-from onchip.ops.linear_jsd.torch_call import JsdCall
+from onchip.ops.linear_jsd.torch_call import JsdCall, Left
 from onchip.ops.linear_jsd.triton_memory import STATS, JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_product import logit_tiles
 from onchip.ops.linear_jsd.triton_rows import FLOOR, JsdGradient, JsdLogits
@@ -28,9 +28,6 @@ from onchip.vocab.triton.records import LogitBuffer, Picked, Run, Tiles, Vectors
 from onchip.vocab.triton.setup import TritonSaved
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
-
-if TYPE_CHECKING:
-    from onchip.ops.linear_jsd.triton_op import Left
 
 # How many tiles of a token's row a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8
@@ -67,7 +64,7 @@ class Pair:
     topk: Tensor | None  # [T, K] int32: a top-k teacher's ids, ascending; others than of these logits stand for none
 
     @staticmethod
-    def of(call: JsdCall, plan: JsdPlan, left: "Left", vectors: Tensor) -> "Pair":
+    def of(call: JsdCall, plan: JsdPlan, left: Left, vectors: Tensor) -> "Pair":
         """`vectors` are those of `left`, or a copy."""
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())

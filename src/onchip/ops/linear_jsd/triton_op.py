@@ -14,7 +14,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import triton_memory
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall, Left
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.triton import memory as engine_memory
 from onchip.vocab.triton import setup
@@ -48,15 +48,6 @@ def _plan(call: JsdCall) -> JsdPlan:
     )
     p = replace(p, vocab=int(p.vocab), sent=int(p.sent), student=student, teacher=teacher)
     return triton_memory.plan(p, "", call.options.scratch_bytes)
-
-
-class Left(NamedTuple):
-    """What forward leaves for backward; empty if nothing is needed."""
-
-    stats: Tensor  # [STATS, T] float32, by position; with a top-k teacher K + 2 more
-    vectors: Tensor  # int32: `Vectors.packed`
-    student: TritonSaved
-    teacher: TritonSaved
 
 
 class JsdTritonOutputs(NamedTuple):

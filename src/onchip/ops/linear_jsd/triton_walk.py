@@ -16,7 +16,7 @@ Nothing here waits for the device, except for other ranks.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_rows as known_rows
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, Left
 from onchip.ops.linear_jsd.triton_launches import (
     ELSEWHERE,
     Pair,
@@ -47,9 +47,6 @@ from onchip.vocab.triton.records import Vectors
 from onchip.vocab.triton.setup import Gradients
 from onchip.vocab.triton.tiling import VOCAB_TILE
 
-if TYPE_CHECKING:
-    from onchip.ops.linear_jsd.triton_op import Left
-
 LN2 = math.log(2)
 MODELS = (known_rows.STUDENT.value, known_rows.TEACHER.value)
 MAXIMUM, LOG_SUM, MEAN = known_rows.MAXIMUM.value, known_rows.LOG_SUM.value, known_rows.MEAN.value
@@ -65,7 +62,7 @@ Take = Callable[..., None]
 logits' gradients go, if they are to be made."""
 
 
-def forward(call: JsdCall, plan: JsdPlan, left: "Left") -> Tensor:
+def forward(call: JsdCall, plan: JsdPlan, left: Left) -> Tensor:
     """The loss; fills what is `left` for backward."""
     pair = Pair.of(call, plan, left, stated.zero(left.vectors))
     loss, number = stated.zeros(call.number, torch.float32, call.first.device), pair.vectors.number
@@ -232,7 +229,7 @@ def _logit_gradients(pair: Pair, *args: Any, **more: Any) -> Launch:
     return (divergence if pair.topk is None else topk_gradients)(pair, *args, **more)
 
 
-def backward(call: JsdCall, plan: JsdPlan, left: "Left", grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
+def backward(call: JsdCall, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
     """The gradients that are wanted, except those with memory in what is `left`, which are filled in there."""
     tokens, pair = call.number, Pair.of(call, plan, left, stated.call(torch.clone, left.vectors))  # launches write some
     row_scale = _row_scale(call, pair.vectors, grad_loss)
