@@ -116,10 +116,13 @@ def named_arrays(op: str, given: Mapping[str, Any], labels: str) -> dict[str, An
     return {**named, "teacher_topk.indices": topk.indices, "teacher_topk.values": topk.values}
 
 
-def check_shapes(options: JsdOptions, shapes: Mapping[str, Shape], labels: str) -> tuple[Shape, int]:
+def check_shapes(
+    options: JsdOptions, shapes: Mapping[str, Shape], labels: str, *, split: bool = False
+) -> tuple[Shape, int]:
     """Raise ValueError for what doesn't fit together; return the tokens' shape and the entries that count.
 
     `shapes` are those of the arguments that are given, weights as [V, H]; `labels` is the front end's word for targets.
+    `split`: devices have parts of the vocabulary, and both models' are of one size.
     """
     op = options.op
     _check_sources(options, shapes, labels)
@@ -135,6 +138,11 @@ def check_shapes(options: JsdOptions, shapes: Mapping[str, Shape], labels: str) 
             )
     first, second = sizes["student"], sizes["teacher"]
     assert first is not None
+    if split and second not in (None, first):
+        raise ValueError(
+            f"{op}: the student's and the teacher's parts of a split vocabulary must have the same size; got "
+            f"{first} and {second} entries; pad both to one size, and pass vocab"
+        )
     if options.vocab is None and second not in (None, first):
         raise ValueError(
             f"{op}: the student has V={first} but the teacher has V={second}; "

@@ -26,7 +26,6 @@ from onchip.frontend.jax_inputs import (
     check_normalizer,
     check_product_dtype,
     dtype_of,
-    is_array,
     platform,
     require_arrays,
     take_target,
@@ -416,6 +415,9 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
 
 
 def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
+    """The loss, and what backward needs."""
+    if static.shard is not None:
+        static.shard.refuse_untracked(static.options.op, needs)
     return _WALKS[static.backend].forward(static, needs, models, constants)  # type: ignore[no-any-return]
 
 
@@ -462,7 +464,6 @@ def checked(
     """
     options, layout = JsdOptions.of(op, given), given.get("weight_layout", "vh")
     if split:
-        _check_sizes(op, given)
         options = replace(options, vocab=None)
     named = named_arrays(op, given, name)
     check_layout(op, layout)
@@ -470,7 +471,7 @@ def checked(
     # In the other layout a weight is checked as if transposed.
     turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
     shapes = {n: x.shape[::-1] if n in turned else x.shape for n, x in arrays.items()}
-    shape, size = check_shapes(options, shapes, name)
+    shape, size = check_shapes(options, shapes, name, split=split)
     options = options.with_scratch(given, math.prod(shape) * size)
     check_kinds(
         op,
@@ -485,17 +486,3 @@ def checked(
     check_normalizer(op, given["normalizer"], options.reduction)
     choose_backend(op, given["backend"], dict.fromkeys(BACKENDS), ("triton",))
     return options, shape, size, accumulator(dtype_of(next(iter(arrays.values()))))
-
-
-def _check_sizes(op: str, given: Mapping[str, Any]) -> None:
-    """Raise if the vocabulary is split over devices and the two models' parts of it differ in size."""
-    of_weight = 1 if given.get("weight_layout") == "hv" else 0
-    axes = {"student_weight": of_weight, "teacher_weight": of_weight, "student_logits": -1, "teacher_logits": -1}
-    named: dict[str, Any] = {name: given.get(name) for name in axes}
-    arrays = {name: x for name, x in named.items() if is_array(x) and x.ndim > max(0, axes[name])}
-    sizes = {x.shape[axes[name]] for name, x in arrays.items()}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"{op}: the student's and the teacher's parts of a split vocabulary must have the same size; got "
-            f"{' and '.join(map(str, sorted(sizes)))} entries; pad both to one size, and pass vocab"
-        )

@@ -20,6 +20,7 @@ from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import (
     Columns,
+    CountedTokens,
     Softmax,
     Wanted,
     XlaLogits,
@@ -152,8 +153,6 @@ def stashes(static: JsdStatic, needs: Any) -> bool:
 
 
 def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
-    if static.shard is not None:
-        static.shard.refuse_untracked(static.options.op, needs)
     stash = stashes(static, needs)
     loss, gradients = _walk(static, needs if stash else none_of(models), models, constants, None, stash)
     if stash:
@@ -177,14 +176,12 @@ def _walk(
     """The loss, and the gradients that are needed, for `grad_loss` or for 1.  They are in the dtype of sums; those of
     existing logits in the logits' dtype."""
     chunk = plan(static, needs, stash, models, constants)
-    tokens = select_tokens(constants.labels, chunk)
-    labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
     given = [(source_of(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     sources, wanted = [x for x, _ in given], [need for _, need in given]
     total, shard = sources[0].accumulator, static.shard
     of, axis = arrays_of(shard, static.size), None if shard is None else shard.axis
     columns = Columns(0, static.size, end=None if shard is None else shard.end)
-    reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
+    tokens, labels, reduction = reduction_of(static, constants, chunk, total)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
 
     def step(start: jax.Array, own: jax.Array, teacher: Any = None) -> tuple[jax.Array, list[Any]]:
@@ -205,20 +202,29 @@ def _walk(
         value, *gradients = formulas.rows(of, static.options, own, teacher, jnp.maximum(label, 0))
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
-    def whole(sums: Any, source: XlaProjection | XlaLogits) -> Any:
-        """x with zeros for ignored tokens."""
-        if isinstance(source, XlaLogits):
-            return None if sums is None else source.floats(sums)
-        if sums.hidden is None:
-            return sums
-        hidden = tokens.spread(sums.hidden)
-        return replace(sums, hidden=hidden if shard is None else shard.summed(hidden))
-
     zeros = jnp.zeros(tokens.source.shape, total)
     losses, sums = by_rows(chunk, tokens, sources, wanted, zeros, step, axis)
     loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
-    made = [whole(g, source) for g, source in zip(sums, sources, strict=True)]
+    made = [source.floats(g) if isinstance(source, XlaLogits) and g is not None else to_all_tokens(tokens, g, shard)
+            for g, source in zip(sums, sources, strict=True)]  # fmt: skip
     return loss, (*made, *[None] * (2 - len(made)))
+
+
+def reduction_of(
+    static: JsdStatic, constants: JsdConstants, chunk: int, total: Any
+) -> tuple[CountedTokens, Array, Reduction]:
+    """The tokens in chunks of this many, their labels, and how the loss is made of theirs in the dtype `total`."""
+    tokens, mean = select_tokens(constants.labels, chunk), static.options.reduction == "mean"
+    labels = tokens.take(constants.labels, 0)
+    return tokens, labels, Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
+
+
+def to_all_tokens(tokens: CountedTokens, made: Any, shard: Shard | None = None) -> Any:
+    """A layer's gradients with zeros for ignored tokens; hidden's is summed over the devices of a `shard`."""
+    if made is None or made.hidden is None:
+        return made
+    hidden = tokens.spread(made.hidden)
+    return replace(made, hidden=hidden if shard is None else shard.summed(hidden))
 
 
 def topk_of(static: JsdStatic, ids: Array, values: Array) -> TopK[Array]:

@@ -30,7 +30,15 @@ from onchip.kernels.mosaic.launch import written
 from onchip.kernels.mosaic.maths import LN2
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import topk_gradient
-from onchip.ops.linear_jsd.jax_walk import ARRAYS, JsdConstants, JsdStatic, problem_of, topk_of
+from onchip.ops.linear_jsd.jax_walk import (
+    ARRAYS,
+    JsdConstants,
+    JsdStatic,
+    problem_of,
+    reduction_of,
+    to_all_tokens,
+    topk_of,
+)
 from onchip.ops.linear_jsd.memory import JsdMosaicPlan
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import (
@@ -41,7 +49,6 @@ from onchip.vocab.xla.tiles import (
     cut,
     cut_rows,
     over_tokens,
-    select_tokens,
     write,
     write_rows,
 )
@@ -64,10 +71,8 @@ def plan(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) ->
 
 
 def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
-    """The loss, and what backward needs."""
-    if static.shard is not None:
-        static.shard.refuse_untracked(static.options.op, needs)
-    run = partial(_of_heads if _has_heads(models) else _of_logits, static, needs)
+    heads = any(isinstance(x, XlaProjection) for x in models)
+    run = partial(_of_heads if heads else _of_logits, static, needs)
     return jax.custom_batching.sequential_vmap(run)(models, constants)  # type: ignore[no-any-return]
 
 
@@ -88,10 +93,6 @@ def _backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> An
     if static.shard is None:
         return made
     return tuple(x and replace(x, hidden=static.shard.summed(x.hidden)) for x in made)
-
-
-def _has_heads(models: Any) -> bool:
-    return any(isinstance(x, XlaProjection) for x in models)
 
 
 # -------------------------------------------------------------------------------------------------- what kernels take
@@ -176,11 +177,7 @@ def _found_topk(static: JsdStatic, z: Array, token: Array, label: Array, indices
     top = jnp.maximum(others.maximum, jnp.max(at_ids, 1))
     below, drop = at_ids - top[:, None], others.maximum - top
     of_others = others.log_sum * LN2 + drop / tau
-    e, rest = jnp.exp(below / tau), jnp.exp(of_others)
-    # log1p where one of the ids leads: there 1 + others would round most of its loss away.
-    leads = (jnp.argmax(at_ids, 1)[:, None] == jnp.arange(e.shape[1])[None]) & (below == 0)
-    less = jnp.log1p(rest + jnp.sum(jnp.where(leads, 0, e), 1))
-    log_total = jnp.where(jnp.any(leads, 1), less, jnp.log(rest + jnp.sum(e, 1)))
+    log_total = _log_total(jnp.exp(of_others), below / tau)
     tail = teacher.rest == "tail"
     rest_of = (of_others - log_total)[:, None] if tail else None
     value, gradient, factor = topk_gradient(ARRAYS, options, teacher, below / tau - log_total[:, None], rest_of)
@@ -213,12 +210,20 @@ def _hard(static: JsdStatic, maximum: Array, others: Array, own: Array, label: A
     from onchip.ops.linear_jsd.mosaic_kernels import JsdHard
 
     top = jnp.maximum(maximum, own)
-    rest = others * jnp.exp(maximum - top)
-    # log1p where the label leads: there the loss is small, and 1 + others would round it away.
-    log_total = jnp.where(own >= top, jnp.log1p(rest), jnp.log(rest + jnp.exp(own - top)))
+    log_total = _log_total(others * jnp.exp(maximum - top), (own - top)[:, None])
     log_prob = (own - top) - log_total
     weight = jnp.full_like(own, static.options.hard_weight)
     return -weight * log_prob, JsdHard(label, log_total + top, weight, weight * jnp.expm1(log_prob))
+
+
+def _log_total(others: Array, below: Array) -> Array:
+    """[C]: the logarithm of a softmax's sum, relative to its largest logit: of the ids', `below` [C, K], and all
+    others'."""
+    e = jnp.exp(below)
+    # log1p where one of the ids leads: there the loss is small, and 1 + others would round it away.
+    leads = (jnp.argmax(below, 1)[:, None] == jnp.arange(e.shape[1])[None]) & (below == 0)
+    less = jnp.log1p(others + jnp.sum(jnp.where(leads, 0, e), 1))
+    return jnp.where(jnp.any(leads, 1), less, jnp.log(others + jnp.sum(e, 1)))
 
 
 def _end(shard: Any, start: Any = 0) -> Array | None:
@@ -302,10 +307,8 @@ def _tokens_in_place(constants: JsdConstants) -> tuple[Array, Array]:
 
 
 def _reduction(static: JsdStatic, constants: JsdConstants, chunk: int) -> tuple[CountedTokens, Reduction]:
-    tokens = select_tokens(constants.labels, chunk)
-    labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
-    of_call = constants.token_weight, constants.normalizer, mean, jnp.dtype(jnp.float32)
-    return tokens, Reduction.of(tokens, labels, *of_call)
+    tokens, _, reduction = reduction_of(static, constants, chunk, jnp.dtype(jnp.float32))
+    return tokens, reduction
 
 
 # --------------------------------------------------------------------------------------------------------------- heads
@@ -368,7 +371,7 @@ def _walk(
     loss = reduction.reduced(values, tokens, per_token=static.options.reduction == "none")
     if of.way == "kept":
         return loss, tuple(_rest_zero(tokens, chunk, kept))
-    return loss, tuple(_whole(tokens, x) for x in sums) if of.way == "summed" else notes
+    return loss, tuple(to_all_tokens(tokens, x) for x in sums) if of.way == "summed" else notes
 
 
 _DTYPES = jnp.bfloat16, jnp.bfloat16  # of gradients by logits
@@ -382,13 +385,6 @@ def _rows_of(tokens: CountedTokens, constants: JsdConstants) -> tuple[Array, Arr
     """Each row's number, negative for one that holds no token, and its label, at least 0."""
     number = jnp.arange(len(tokens.source), dtype=jnp.int32)
     return jnp.where(tokens.there(), number, -1), jnp.maximum(tokens.take(constants.labels, 0), 0)
-
-
-def _whole(tokens: CountedTokens, made: Any) -> Any:
-    """Gradients with zeros for ignored tokens."""
-    if made is None or made.hidden is None:
-        return made
-    return replace(made, hidden=tokens.spread(made.hidden))
 
 
 def _into(
@@ -446,7 +442,7 @@ def _gradients_again(static: JsdStatic, needs: Any, of: JsdMosaicPlan, saved: An
         # One after the other: the memory is there once.
         hidden, made = lax.optimization_barrier((hidden, made)) if whole else (hidden, made)
         made = step(whole * of.columns, last, hidden, made)
-    return tuple(_whole(tokens, x) for x in made)
+    return tuple(to_all_tokens(tokens, x) for x in made)
 
 
 def _empty(source: Any, needs: Any, rows: int) -> Any:
