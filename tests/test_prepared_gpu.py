@@ -181,13 +181,13 @@ def prepared(monkeypatch):
         counts["refused"] += [made] if isinstance(made, str) else []
         return made
 
-    def run(self, given):
+    def tensors(self, given):
         counts["run"] += 1
-        return real_run(self, given)
+        return real_tensors(self, given)
 
-    real_finish, real_run = torch_builder.Builder.finish, torch_builder.Prepared.run
+    real_finish, real_tensors = torch_builder.Builder.finish, torch_builder.Prepared.tensors
     monkeypatch.setattr(torch_builder.Builder, "finish", finish)
-    monkeypatch.setattr(torch_builder.Prepared, "run", run)
+    monkeypatch.setattr(torch_builder.Prepared, "tensors", tensors)
     torch_prepared.forget()
     return counts
 

@@ -159,6 +159,9 @@ class Known:
         It is told apart by how the tensors lie to each other only where some share memory.
         """
         found = self.get(kind)
+        if found is None and any(at is not None and at[1] for at in _lying(tensors)):
+            found = SHARED
+            self.remember(kind, found)
         if found is SHARED:
             kind = _Shared(kind, _lying(tensors))
             found = self.get(kind)
