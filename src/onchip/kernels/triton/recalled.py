@@ -77,7 +77,7 @@ def find(source: Any, target: Any, options: Any) -> tuple[str | None, Any]:
             files = get_cache_manager(theirs).get_group(file) or {}
             if file in files and any(x.endswith(".cubin") for x in files):
                 return key, CompiledKernel(source, files, theirs)
-    return (key if _are_new(seen) else None), None
+    return (None if key is None or not _are_new(seen) else key), None
 
 
 def note(key: str | None, made: Any) -> None:
@@ -210,8 +210,8 @@ def _is_of_triton(module: str | None) -> bool:
 
 
 def _value(x: Any, seen: Seen) -> str:
-    from triton.language import constexpr  # type: ignore[import-untyped]
-    from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
+    from triton.language import constexpr
+    from triton.runtime.jit import JITCallable
 
     if isinstance(x, tuple):
         return f"{type(x).__name__}{getattr(x, '_fields', '')}({', '.join(_value(y, seen) for y in x)})"
