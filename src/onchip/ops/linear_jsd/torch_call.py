@@ -208,9 +208,10 @@ class JsdCall(NamedTuple):
     def head(self, who: int, *, kernels: bool = False) -> Head:
         """What plans know about the student (0) or the teacher (1); `kernels`: for the Triton kernels."""
         hidden, weight, _, logits = self.models[who]
-        copied = copied_rows(hidden) + copied_rows(logits, columns_apart=not kernels)
-        if kernels and weight is not None:
-            copied += copied_weight(weight[: self.size], self.dtypes[who])
+        copied = copied_rows(hidden)
+        if kernels:
+            copied += copied_rows(logits, columns_apart=False)
+            copied += copied_weight(None if weight is None else weight[: self.size], self.dtypes[who])
         op, layer = self.options.op, self.layer(who)
         if layer is not None:
             problem: Head = layer.problem(op=op, copied=copied)

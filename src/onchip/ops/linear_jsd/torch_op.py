@@ -206,8 +206,8 @@ def jsd(
 
     Args:
         student_logits: [..., V] float32, bfloat16, float16 or float64, any strides.  -inf takes an entry out of the
-            distribution.  Logits are copied if their leading dimensions can't be flattened in place, or, with "triton",
-            if their last stride isn't 1.
+            distribution.  "triton" copies logits whose leading dimensions can't be flattened in place, or whose last
+            stride isn't 1.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, any strides; copied likewise.
         beta, temperature, temperature_squared, target, labels, ignore_index: as in `linear_jsd`.
         token_weight, reduction, normalizer, teacher_topk, hard_weight, vocab: likewise.

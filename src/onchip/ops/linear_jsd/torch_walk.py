@@ -71,16 +71,16 @@ def _model(call: JsdCall, who: int, grads: Sequence[bool], tokens: Tokens) -> "_
     if layer is not None:
         return _Linear(layer, call.size, grads, tokens, call.shards)
     assert logits is not None
-    return _Given(logits.reshape(call.number, logits.shape[-1]), call.size, grads, tokens, logits.shape)
+    return _Given(logits, call.size, grads, tokens)
 
 
 class _Given:
-    """A model's given logits, [T, V] with padding."""
+    """A model's given logits, [..., V] with padding."""
 
-    def __init__(self, logits: Tensor, vocab: int, grads: Sequence[bool], tokens: Tokens, shape: Sequence[int]) -> None:
-        self.wanted, self._shape, self._tokens = grads[3], shape, tokens
+    def __init__(self, logits: Tensor, vocab: int, grads: Sequence[bool], tokens: Tokens) -> None:
+        self.wanted, self._tokens = grads[3], tokens
         self._made = logits.new_zeros(logits.shape) if grads[3] else None
-        self._source, self._sink = (x if x is None else Rows(x[:, :vocab]) for x in (logits, self._made))
+        self._source, self._sink = (x if x is None else Rows(x[..., :vocab]) for x in (logits, self._made))
 
     def read(self, start: int, stop: int, into: Tensor) -> None:
         """Put the computed tokens' logits into `into`."""
@@ -94,7 +94,7 @@ class _Given:
 
     def gradients(self) -> JsdModel:
         """The gradients of the model's parameters."""
-        return JsdModel(logits=None if self._made is None else self._made.view(*self._shape))
+        return JsdModel(logits=self._made)
 
 
 class _Linear:

@@ -79,7 +79,7 @@ class Pair:
                 bias = None if layer.bias is None else layer.bias[: call.size]
                 counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
                 run = setup.make_run(counted, LossOptions(), vectors)
-                sides[who] = Side(layer, config_of(call.head(who), plan), left[2 + who], run)
+                sides[who] = Side(layer, config_of(call.head(who), plan), (left.student, left.teacher)[who], run)
             elif model.logits is not None:
                 x = stated.converted(model.logits, _rows)
                 given[who] = JsdLogits(x, x.stride(0), None, None, None)
