@@ -23,20 +23,17 @@ from onchip.vocab.triton.setup import TritonSaved
 
 def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> None:
     """Raise if indices [..., K] of tokens that are `kept` [...] are out of range or repeated; reads their values."""
-    ids = indices.to(torch.int64)
-    wrong = (ids < 0) | (ids >= vocab)
+    name, ids = "teacher_topk.indices", indices.to(torch.int64)
+    known = ids if kept is None else ids.masked_fill(~kept[..., None], 0)
+    select(
+        op, name, known, ids.shape[:-1].numel(), vocab, None, ignore_index=None, temperature=1.0, dtype=torch.float32,
+        check_values=True,
+    )  # fmt: skip
     ordered = ids.sort(-1).values
     same = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    if kept is not None:
-        wrong, same = wrong & kept[..., None], same & kept
-    if bool(wrong.any()):
-        where = [int(i) for i in wrong.nonzero()[0]]
-        raise ValueError(
-            f"{op}: teacher_topk.indices[{', '.join(map(str, where))}] is {int(ids[tuple(where)])}, "
-            f"which is not in [0, {vocab})"
-        )
+    same = same if kept is None else same & kept
     if bool(same.any()):
-        raise ValueError(f"{op}: teacher_topk.indices must be distinct within a token; {int(same.sum())} are not")
+        raise ValueError(f"{op}: {name} must be distinct within a token; {int(same.sum())} are not")
 
 
 class JsdModel(NamedTuple):
