@@ -92,7 +92,8 @@ def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
 
 def _chunks_of_tokens(pair: Pair, take: Take) -> None:
     """Show all tokens' logits to `take`, a chunk at a time."""
-    tokens, chunk, kept = (min(n, pair.call.number) for n in (pair.call.number, pair.plan.token_chunk, pair.plan.kept))
+    tokens, plan = pair.call.number, pair.plan
+    chunk, kept = min(plan.token_chunk, tokens), min(plan.kept, tokens)
     rows, made, buffers = {}, {}, {}
     for who, side in pair.sides.items() if pair.tiles else ():  # a shard may be empty
         rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, side.saved)
@@ -231,7 +232,8 @@ def _logit_gradients(pair: Pair, *args: Any, **more: Any) -> Launch:
 
 def backward(call: JsdCall, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
     """The gradients that are wanted, except those with memory in what is `left`, which are filled in there."""
-    tokens, pair = call.number, Pair.of(call, plan, left, stated.call(torch.clone, left.vectors))  # launches write some
+    pair = Pair.of(call, plan, left, stated.call(torch.clone, left.vectors))  # launches write to some of the vectors
+    tokens = call.number
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
     if not pair.sides:
