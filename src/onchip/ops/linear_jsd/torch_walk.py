@@ -177,6 +177,12 @@ def arrays_of(call: JsdCall) -> Arrays:
         own = ids - shards.start
         return own.masked_fill((own < 0) | (own >= call.size), NOWHERE)
 
+    def log_softmax(x: Tensor) -> Tensor:
+        # Of this rank's entries, and its share: with large logits a difference from the log-sum-exp would be rounded.
+        found, rank = gathered(x.logsumexp(1)), parallel.group_of(shards).rank()
+        share = found.sure(parallel.log_sum(found.numbers[0])[1][rank])[:, None]
+        return torch.where(x == -math.inf, x, torch.log_softmax(x, 1).add_(share))
+
     def logsumexp(x: Tensor) -> Tensor:
         found = gathered(x.logsumexp(1))
         return found.sure(parallel.log_sum(found.numbers[0])[0])[:, None]
@@ -194,7 +200,7 @@ def arrays_of(call: JsdCall) -> Arrays:
         return made
 
     return ARRAYS._replace(
-        log_softmax=lambda x: torch.where(x == -math.inf, x, x - logsumexp(x)),
+        log_softmax=log_softmax,
         logsumexp=logsumexp,
         take=take,
         put=put,
