@@ -5,6 +5,7 @@ import time
 from datetime import timedelta
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from onchip.collectives import torch_symmetric
 from onchip.collectives import triton_launches as launches
 from onchip.collectives.problem import GATHER, SCATTER
 from onchip.kernels.torch_products import linear, product
-from onchip.ops.collective_matmul import reference
+from onchip.ops.collective_matmul.checks import oracle
 from onchip.oracle.checks import product_bound
 from onchip.torch import all_gather_matmul, matmul_reduce_scatter
 
@@ -186,7 +187,15 @@ def drawn(op, sizes, dtype=torch.bfloat16, seed=0, middle=()):
     if op == SCATTER:
         every = [(x, w, every[0][2], up) for x, w, _, up in every]
     of_ranks = [[a.double().cpu().numpy() for a in part] for part in zip(*every, strict=True)]
-    right = [torch.from_numpy(of_rank[own]).cuda() for of_rank in getattr(reference, op)(*of_ranks)]
+    xs, weights, biases, ups = of_ranks
+    if op == GATHER:
+        right = oracle(*map(np.concatenate, (xs, weights, biases)), grad_out=np.concatenate(ups, -1))
+        dims = -1, 0, 0, 0
+    else:
+        right = oracle(np.concatenate(xs, -1), np.concatenate(weights, 1), biases[0], grad_out=np.concatenate(ups))
+        dims = 0, -1, 1
+    of_rank = [np.split(a, ranks, dim)[own] for a, dim in zip(right, dims, strict=False)]
+    right = [torch.from_numpy(np.ascontiguousarray(a)).cuda() for a in (*of_rank, *right[len(dims) :])]
     x, w, b, up = every[own]
     return [a.requires_grad_() for a in (x, w, b)], up, right
 

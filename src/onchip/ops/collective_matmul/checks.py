@@ -6,22 +6,44 @@ A check has a whole problem, of which each rank takes its part: the whole result
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from onchip.collectives.problem import GATHER, SCATTER
-from onchip.ops.collective_matmul import reference
 from onchip.ops.collective_matmul.cases import CHECK_CASES, CollectiveCase, make_inputs
-from onchip.ops.collective_matmul.reference import Array
 from onchip.oracle.checks import Checker, product_bound, rounding_error
+
+Array = npt.NDArray[np.float64]
+
+
+class CollectiveResult(NamedTuple):
+    """Output and gradients of sum(grad_out * out)."""
+
+    out: Array
+    grad_x: Array
+    grad_weight: Array
+    grad_bias: Array
+
+
+def oracle(
+    x: npt.ArrayLike, weight: npt.ArrayLike, bias: npt.ArrayLike | None = None, *, grad_out: npt.ArrayLike
+) -> CollectiveResult:
+    """What all ranks make together, in float64: of x [T, ..., K], weight [N, K], bias [N] and grad_out [T, ..., N]."""
+    x, weight, g = (np.asarray(a, np.float64) for a in (x, weight, grad_out))
+    rows, of_rows = (a.reshape(-1, a.shape[-1]) for a in (x, g))
+    out = x @ weight.T + (0.0 if bias is None else np.asarray(bias, np.float64))
+    return CollectiveResult(out, g @ weight, of_rows.T @ rows, of_rows.sum(0))
 
 
 def limits(
-    case: CollectiveCase, dtype: str, how: Mapping[str, Any], oracle: Mapping[str, Array], given: Mapping[str, Array]
+    case: CollectiveCase, dtype: str, how: Mapping[str, Any], oracle: CollectiveResult, given: Mapping[str, Array]
 ) -> dict[str, tuple[Array, float]]:
     """Each result is a sum of products that is rounded once."""
     rows = case.tokens * (case.middle or 1)
     lengths = {"out": case.k, "grad_x": case.n, "grad_weight": rows, "grad_bias": rows}
-    right = {name: x[0] for name, x in oracle._asdict().items()}  # type: ignore[attr-defined]
+    right = oracle._asdict()
     return {name: (right[name], rounded_bound(dtype, length, right[name])) for name, length in lengths.items()}
 
 
@@ -61,11 +83,6 @@ def _refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any])
     return refusals
 
 
-def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.CollectiveResult:
-    """The results of one rank that has everything."""
-    return reference.all_gather_matmul([x], [weight], None if bias is None else [bias], [grad_out])
-
-
 def _call(fw: Any, how: Mapping[str, Any], x: Any, weight: Any, bias: Any, grad_out: Any) -> dict[str, Any]:
     whole: Any = import_module(f"onchip.ops.collective_matmul.{fw.NAME}_checks").whole
     return {"out": whole(x, weight, bias, **how)}
@@ -85,7 +102,7 @@ def _session(device: str, framework: str) -> AbstractContextManager[None]:
 CHECKER = Checker(
     names=("x", "weight", "bias", "grad_out"),
     inputs=lambda case, dtype: make_inputs(case),
-    oracle=_oracle,
+    oracle=oracle,
     call=_call,
     cases=CHECK_CASES,
     hows=_hows,
