@@ -326,7 +326,7 @@ def test_the_third_call_of_a_kind_is_prepared_and_none_inside_of_another():
     assert [run(), run(), run()] == [False, False, True]
     with Builder((x,)):
         assert not run()
-    for number in range(1, 70):  # more kinds than are remembered
+    for number in range(1, stated.MOST_KINDS + 6):  # more kinds than are remembered
         run(number)
     assert not run()
     assert kinds.run(lambda: ["made"], (torch.zeros(2),), 0) == ["made"]  # on the CPU
