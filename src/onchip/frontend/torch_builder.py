@@ -22,7 +22,9 @@ SHARED = "two arguments share memory"
 _UNKNOWN = "memory is neither an argument's nor a stated operator's"
 
 Tensors = Sequence[Tensor | None]
-Step = Callable[[list[Any], list[Any]], None]  # called with addresses (and what is made of them) and tensors
+Values = list[Any]
+"""Addresses, and what is made of them; or tensors.  It has a name, or each step would make the type anew."""
+Step = Callable[[Values, Values], None]
 
 _There = Callable[[int, int], tuple[int, int]]
 """As `Builder._there`."""
@@ -203,7 +205,7 @@ class Builder:
         dtype, shape, strides, _ = self._memory[place].geometry
         device = self._device
 
-        def step(at: list[Any], tensors: list[Any]) -> None:
+        def step(at: Values, tensors: Values) -> None:
             x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             address = x.data_ptr()
             if address & (ALIGNED - 1):  # of an allocator that isn't PyTorch's own
@@ -219,7 +221,7 @@ class Builder:
         if used is None or place <= self._given or not x.is_contiguous():  # others count versions of what is given
             find = self._finder(x, uses)
 
-            def zero(_: list[Any], tensors: list[Any]) -> None:
+            def zero(_: Values, tensors: Values) -> None:
                 find(tensors).zero_()
 
             self._steps.append((lambda _: zero, uses, None))
@@ -249,7 +251,7 @@ class Builder:
                 self._know(place, x)
             places.append(place)
 
-        def step(at: list[Any], tensors: list[Any]) -> None:
+        def step(at: Values, tensors: Values) -> None:
             made = function(*[find(tensors) for find in finders], **{k: find(tensors) for k, find in keywords.items()})
             for place, x in zip(places, _tensors_of(made), strict=True):
                 if x is not None and place is not None:
@@ -302,7 +304,7 @@ class Builder:
             places = [there(*x) for x in of]
             last: tuple[Any, Any] = None, None  # the last addresses, and their result
 
-            def step(at: list[Any], _: list[Any]) -> None:
+            def step(at: Values, _: Values) -> None:
                 nonlocal last
                 given, made = [at[i] + more if i else 0 for i, more in places], last
                 if given != made[0]:
@@ -345,7 +347,7 @@ class Builder:
         whole, device = self._new(), self._device
         self._shares = {place: (whole, start) for place, start in zip(small, starts, strict=True)}
 
-        def step(at: list[Any], tensors: list[Any]) -> None:
+        def step(at: Values, tensors: Values) -> None:
             tensors[whole] = x = torch.empty(size + ALIGNED, dtype=torch.uint8, device=device)
             at[whole] = -(-x.data_ptr() // ALIGNED) * ALIGNED
 
@@ -417,7 +419,7 @@ class Builder:
             return place
         new, self._operates = self._new(), True
 
-        def step(_: list[Any], tensors: list[Any]) -> None:
+        def step(_: Values, tensors: Values) -> None:
             tensors[new] = geometry.view(tensors[place])
 
         self._steps.append((lambda _: step, {place}, None))
@@ -437,23 +439,25 @@ def _sending(
     there: "_There",
 ) -> Step:
     """Sends the launch; values that haven't changed since the last time are not written again."""
-    addresses = [(i, *there(place, more)) for i, place, more in addresses]
-    maps = [(put, *there(place, more), rows) for put, place, more, rows in maps]
-    places = {place for _, place, *_ in (*addresses, *objects, *maps)}
+    # Tuples, which Python's collector need not look at again.
+    to_write = tuple([(i, *there(place, more)) for i, place, more in addresses])
+    to_make = tuple([(put, *there(place, more), rows) for put, place, more, rows in maps])
+    to_put = tuple(objects)
+    places = {place for _, place, *_ in (*to_write, *to_put, *to_make)}
     pick = itemgetter(0, *places | {rows for *_, rows in maps if rows is not None})
     lock, config, words, send = packed.lock, packed.config, packed.words, packed.send
 
-    def step(at: list[Any], _: list[Any]) -> None:
+    def step(at: Values, _: Values) -> None:
         given = pick(at)
         with lock:
             if given != packed.written:
                 packed.written = None
                 config.stream = at[0]
-                for i, place, more in addresses:
+                for i, place, more in to_write:
                     words[i] = at[place] + more
-                for put, place in objects:
+                for put, place in to_put:
                     put(at[place])
-                for put, place, more, rows in maps:
+                for put, place, more, rows in to_make:
                     put(at[place] + more, None if rows is None else at[rows])
                 packed.written = given
             send()
@@ -494,7 +498,7 @@ def placed(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list
 
 
 def _freeing(places: Sequence[int]) -> Step:
-    def step(_: list[Any], tensors: list[Any]) -> None:
+    def step(_: Values, tensors: Values) -> None:
         for place in places:
             tensors[place] = None
 
