@@ -152,10 +152,7 @@ ON_MORE = [(*x, name) for x in OTHERS.items() for name in FOR_OTHERS if name not
 
 # ------------------------------------------------------------------------------------------------------------ the rules
 
-ATTENTION = (
-    "attend", "query_gradient", "key_gradient", "paired_key_gradient", "attend_wide", "wide_query_gradient",
-    "wide_key_gradient",
-)  # fmt: skip
+ATTENTION = ("attend", "query_gradient", "key_gradient", "paired_key_gradient", "attend_wide")
 BY_TILES = ("attend_by_tiles", "query_gradient_by_tiles", "key_gradient_by_tiles")
 # Bytes of a thread's stack that kernels may take, always or if they are launched with an option; others take none.
 # Without descriptors (NO_TMA) a product's addresses take registers of their own.
@@ -198,9 +195,9 @@ PRODUCTS = {
     "softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient", "logit_tiles", "softmax_staggered",
     "gradient_staggered", "softmax_in_turns", "weight_added", "hidden_apart", "grouped_product",
     "grouped_weight_gradient", "product_apart", "weight_gradient_apart", "scaled_product", "scaled_weight_gradient",
-    "attend", "query_gradient", "key_gradient", "paired_key_gradient", "attend_wide", "wide_query_gradient",
-    "wide_key_gradient", "fused_gradient", "paired_fused_gradient", "attend_by_tiles", "query_gradient_by_tiles",
-    "key_gradient_by_tiles", "gated_product", "adding_product",
+    "attend", "query_gradient", "key_gradient", "paired_key_gradient", "attend_wide", "fused_gradient",
+    "paired_fused_gradient", "attend_by_tiles", "query_gradient_by_tiles", "key_gradient_by_tiles", "gated_product",
+    "adding_product",
 }  # fmt: skip
 # Those that read rows of a matrix once, by 16 bytes where rows begin at multiples of that; and the others, if they do.
 ROWS = ("losses", "gradients", "log_probs", "log_prob_gradients", "soft_losses", "soft_gradients")
@@ -414,8 +411,8 @@ def test_what_kernels_in_gluon_take(options, taken):
 
 
 def test_attention_has_enough_named_barriers():
-    assert max(attention_launches.GROUPS.values()) <= handoff.MOST_GROUPS.value
-    assert max(attention_launches.STAGES.values()) <= handoff.MOST_STAGES.value
+    assert max(x.groups for x in attention_launches.BLOCKS.values()) <= handoff.MOST_GROUPS.value
+    assert max(x.stages for x in attention_launches.BLOCKS.values()) <= handoff.MOST_STAGES.value
     assert handoff.OF_VALUES.value + handoff.MOST_STAGES.value <= 16
 
 

@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 import onchip.torch
-from onchip.attention.triton import portable_launches, wide_launches
+from onchip.attention.triton import portable_launches
 from onchip.groups.triton import launches as grouped
 from onchip.kernels.triton import compiling, recalled, trial
 from onchip.kernels.triton.compile_process import Job, dumps
@@ -165,6 +165,6 @@ def test_what_has_no_lasting_name_is_in_no_key(monkeypatch):
 
 
 def test_all_kernels_have_a_key():
-    assert all((onchip.torch, portable_launches, wide_launches, grouped, trial, walks))  # are imported
+    assert all((onchip.torch, portable_launches, grouped, trial, walks))  # are imported
     several = [x for x in every_function() if not inspect.isclass(x)]
     assert len({recalled.hash_source(x, {}) for x in several}) == len(several) > 100

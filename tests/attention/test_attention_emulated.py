@@ -14,8 +14,8 @@ from onchip.torch import attention
 GLUON = ("attend", "query_gradient", "key_gradient")
 FUSED = ("attend", "fused_gradient", "rounded_sums")
 PAIRED = ("attend", "paired_fused_gradient", "rounded_sums")
-WIDE = ("attend_wide", "wide_query_gradient", "wide_key_gradient")
-WIDEST = ("attend_wide", "wide_query_gradient", "paired_key_gradient")
+WIDE = ("attend_wide", "query_gradient", "key_gradient")
+WIDEST = ("attend_wide", "query_gradient", "paired_key_gradient")
 
 
 def case_of(mask, size=64, **more):

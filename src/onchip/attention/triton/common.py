@@ -108,8 +108,8 @@ def query_entry(table, t, of_mask, entries, keys, GROUPS: gl.constexpr, KEYS: gl
 
 
 @gluon.jit
-def query_range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
-    """As `query_entry`, for two groups and blocks of any number of keys."""
+def _small_blocks_range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
+    """As `query_entry`, for two groups, of blocks of fewer keys."""
     at = table + (of_mask * entries + t * 2) * ENTRIES
     other = table + (of_mask * entries + min(t * 2 + 1, entries - 1)) * ENTRIES
     least, most = min(gl.load(at + 4), gl.load(other + 4)), max(gl.load(at + 5), gl.load(other + 5))
@@ -117,6 +117,15 @@ def query_range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
     full_last = min(gl.load(at + 7), gl.load(other + 7)) // KEYS
     first = min(least // KEYS, gl.cdiv(keys, KEYS) - 1)
     return first, max(gl.cdiv(most, KEYS), first + 1), full_first, full_last
+
+
+@gluon.jit
+def tile_range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
+    """The same, for two groups, of any block."""
+    if KEYS == TILE:
+        return query_entry(table, t, of_mask, entries, keys, 2, KEYS)
+    else:  # noqa: RET505 - Triton would compile what follows too
+        return _small_blocks_range(table, t, of_mask, entries, keys, KEYS)
 
 
 @gluon.jit
@@ -173,13 +182,3 @@ def are_seen(j, start, end, stop, row, of_mask, keys, KEYS: gl.constexpr):
         until = gl.load(stop + of_mask.to(gl.int64) * keys + c, mask=c < keys, other=0)
         seen = seen & (row[:, None] < until[None, :])
     return seen
-
-
-@gluon.jit
-def scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS: gl.constexpr):
-    """Scores of a block, but for a factor: -inf where they are hidden, if `hidden` says that some are."""
-    if softcap is not None:
-        s = capped(s, scale, softcap)
-    if hidden:
-        s = gl.where(are_seen(j, start, end, stop, row, of_mask, keys, KEYS), s, float("-inf"))
-    return s

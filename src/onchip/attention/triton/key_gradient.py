@@ -2,6 +2,9 @@
 
 Scores are transposed, [keys, queries], so that probabilities and their gradients are in registers as the next products
 read them.  The gradients of the query heads that share a key head are summed in the walk, in the heads' order.
+
+Heads of up to 192 numbers come in 128 columns and in the 64 that remain, and values then have up to 128.  The sums of
+320 columns take 160 of a thread's registers, so of probabilities what the sum of values reads is kept, rounded.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -25,6 +28,7 @@ from onchip.attention.triton.common import (
     factor_layout,
     matrix,
     new_ring,
+    product_of_wide,
     products_layout,
 )
 from onchip.kernels.triton.gluon import barrier, copy_in, copy_out
@@ -73,23 +77,34 @@ def copy_queries(
 
 
 @gluon.jit
-def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    of_q, of_d_out, vectors, ks, vs, k_full = rings
+def block_entry(table, t, of_mask, tiles, ROWS: gl.constexpr):
+    """`key_entry`, in blocks of ROWS queries."""
+    first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
+    MANY: gl.constexpr = HALF // ROWS
+    return first * MANY, last * MANY, full_first * MANY, full_last * MANY, any_sees
+
+
+@gluon.jit
+def _copy(rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full = rings
     start, end, stop, table = mask
     queries, keys, heads, group, tiles, own = sizes
+    BYTES: gl.constexpr = TILE * (columns_of(k, k_rest) + v.block_shape[-1]) * 2
     t, b, h = key_place(None, heads, group, tiles)
-    first, last, _first, _last, _any = key_entry(table, t, b * own, tiles)
-    mbarrier.expect(k_full, 2 * TILE * D * 2)
+    first, last, _first, _last, _any = block_entry(table, t, b * own, tiles, ROWS)
+    mbarrier.expect(k_full, BYTES)
     for w in gl.static_range(2):
-        copy_in(k, [b, h, t * TILE + w * HALF, 0], k_full, ks.index(w))
-        copy_in(v, [b, h, t * TILE + w * HALF, 0], k_full, vs.index(w))
+        row = t * TILE + w * HALF
+        copy_in(k, [b, h, row, 0], k_full, ks.index(w))
+        if k_rest is not None:
+            copy_in(k_rest, [b, h, row, k.block_shape[-1]], k_full, ks_rest.index(w))
+        copy_in(v, [b, h, row, 0], k_full, vs.index(w))
     step = 0
     for g in range(group):
         head = h * group + g
         for j in range(first, last):
-            copy_queries(
-                (of_q, None, of_d_out, vectors), q, None, d_out, of_rows, b, head, heads, j, step, ROWS, STAGES
-            )
+            of_block = of_q, qs_rest, of_d_out, vectors
+            copy_queries(of_block, q, q_rest, d_out, of_rows, b, head, heads, j, step, ROWS, STAGES)
             step += 1
 
 
@@ -113,46 +128,35 @@ def queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS: gl.
 
 
 @gluon.jit
-def _probabilities(
-    x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS: gl.constexpr
-):  # fmt: skip
-    """Of a block of queries, [keys, queries]; with a softcap what the scores are of it, too."""
-    start_p, end_p, stop, table = mask
-    queries, keys, heads, group, tiles, own = sizes
-    if softcap is not None:
-        x = capped(x, scale, softcap)
-    factor = (scale if softcap is None else softcap) * LOG2E
-    p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
-    if hidden:
-        p = gl.where(queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS), p, 0.0)
-    return x, p
-
-
-@gluon.jit
 def _differentiate(
-    rings, grad_k, grad_v, mask, scale, softcap, sizes,
-    W: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes,
+    W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    of_q, of_d_out, vectors, ks, vs, k_full = rings
+    of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
     start_p, end_p, stop, table = mask
     queries, keys, heads, group, tiles, own = sizes
     layout: gl.constexpr = products_layout(ROWS)
-    of_sums: gl.constexpr = products_layout(D)
+    FIRST: gl.constexpr = ks.shape[-1]
     t, b, h = key_place(None, heads, group, tiles)
     of_mask = b * own
-    first, last, full_first, full_last, any_sees = key_entry(table, t, of_mask, tiles)
+    first, last, full_first, full_last, any_sees = block_entry(table, t, of_mask, tiles, ROWS)
     key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     until = None
     if stop is not None:
         until = gl.load(stop + of_mask.to(gl.int64) * keys + key, mask=key < keys, other=0)
     zeros = gl.zeros((HALF, ROWS), gl.float32, layout)
-    sum_k = gl.zeros((HALF, D), gl.float32, of_sums)
-    sum_v = gl.zeros((HALF, D), gl.float32, of_sums)
+    # Values have as many columns as the first of keys.
+    sum_k = gl.zeros((HALF, FIRST), gl.float32, products_layout(FIRST))
+    if ks_rest is not None:
+        REST: gl.constexpr = ks_rest.shape[-1]
+        sum_k_rest = gl.zeros((HALF, REST), gl.float32, products_layout(REST))
+    sum_v = gl.zeros((HALF, FIRST), gl.float32, products_layout(FIRST))
     k, v = matrix(ks.index(W)), matrix(vs.index(W))
+    k_rest = ks_rest.index(W) if ks_rest is not None else None
     # What the last block adds to the gradients of keys is multiplied beside this block's scores; at first, nothing.
-    of_k = gl.zeros((HALF, ROWS), grad_k.dtype, factor_layout(D))
+    of_k = gl.zeros((HALF, ROWS), grad_k.dtype, factor_layout(FIRST))
     mbarrier.wait(k_full, 0)
     j = first
     many = group * (last - first)
@@ -162,66 +166,99 @@ def _differentiate(
         phase = (step // STAGES) & 1
         before = max(step - 1, 0) % STAGES
         mbarrier.wait(q_full.index(s), phase)
-        x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        x = product_of_wide(k, k_rest, qs.index(s), qs_rest.index(s) if qs_rest is not None else None, zeros)
         sum_k = warpgroup_mma(of_k, matrix(qs.index(before)), sum_k, is_async=True)
-        x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-        x, p = _probabilities(x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS)
-        sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
-        mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
-        factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
+        if k_rest is not None:
+            rest = gl.convert_layout(of_k, factor_layout(REST))
+            sum_k_rest = warpgroup_mma(rest, matrix(qs_rest.index(before)), sum_k_rest, is_async=True)
+            x = warpgroup_mma_wait(num_outstanding=2, deps=(x,))
+        else:
+            x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
+        if softcap is not None:
+            x = capped(x, scale, softcap)
+        factor = (scale if softcap is None else softcap) * LOG2E
+        p = gl.exp2(x * factor - row_numbers(vectors, s, 0, ROWS)[None, :])
+        if k_rest is not None:
+            sum_k, sum_k_rest = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, sum_k_rest))
+            mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
+        if hidden:
+            p = gl.where(queries_see(j, start_p, end_p, until, key, of_mask, queries, keys, ROWS), p, 0.0)
+        if k_rest is not None:
+            p = p.to(grad_v.dtype)
+        else:
+            sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
+            mbarrier.arrive(q_empty.index(before), count=1, pred=step > 0)
+        factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(FIRST))
         mbarrier.wait(d_out_full.index(s), phase)
         y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
-        d_scores = p * (y - row_numbers(vectors, s, 1, ROWS)[None, :])
+        d_scores = p.to(gl.float32) * (y - row_numbers(vectors, s, 1, ROWS)[None, :])
         if softcap is not None:
             d_scores = d_scores * (1 - x * x)
         fence_async_shared()  # the numbers of these queries may be overwritten
-        of_k = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(D))
+        of_k = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(FIRST))
         sum_v = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v,))
         mbarrier.arrive(d_out_empty.index(s), count=1)
         j += 1
         if j == last:
             j = first
-    sum_k = warpgroup_mma(of_k, matrix(qs.index((many - 1) % STAGES)), sum_k, is_async=True)
-    sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
+    before = (many - 1) % STAGES
+    sum_k = warpgroup_mma(of_k, matrix(qs.index(before)), sum_k, is_async=True)
+    if k_rest is not None:
+        rest = gl.convert_layout(of_k, factor_layout(REST))
+        sum_k_rest = warpgroup_mma(rest, matrix(qs_rest.index(before)), sum_k_rest, is_async=True)
+        sum_k, sum_k_rest = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, sum_k_rest))
+    else:
+        sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
     # Where none sees a key, what isn't a number is in no sum.
-    sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
-    k.store(sum_k.to(grad_k.dtype))
-    v.store(sum_v.to(grad_v.dtype))
+    k.store(gl.where(any_sees, sum_k * scale, 0.0).to(grad_k.dtype))
+    if k_rest is not None:
+        matrix(k_rest).store(gl.where(any_sees, sum_k_rest * scale, 0.0).to(grad_k.dtype))
+    v.store(gl.where(any_sees, sum_v, 0.0).to(grad_v.dtype))
     fence_async_shared()
     barrier()
-    copy_out(grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
-    copy_out(grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
+    row = t * TILE + W * HALF
+    copy_out(grad_k, (b, h, row, 0), ks.index(W))
+    if k_rest is not None:
+        copy_out(grad_k_rest, (b, h, row, FIRST), ks_rest.index(W))
+    copy_out(grad_v, (b, h, row, 0), vs.index(W))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "tiles", "own"])
 def key_gradient(
-    q, d_out, k, v, grad_k, grad_v, of_rows, start, end, stop, table, scale, softcap,
+    q, q_rest, d_out, k, k_rest, v, grad_k, grad_k_rest, grad_v, of_rows, start, end, stop, table, scale, softcap,
     queries, keys, heads, group, tiles, own,
-    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`of_rows`: of `gradient_rows`.  A program has a tile."""
+    """`of_rows`: of `gradient_rows`; `q_rest` is q in blocks of the columns that q's blocks leave out, if they do, like
+    the others of that name.  A program has a tile.
+    """
     of_q = new_ring(q, STAGES, 2)
+    qs_rest, ks_rest = None, None
+    if q_rest is not None:
+        qs_rest = gl.allocate_shared_memory(q.dtype, [STAGES] + q_rest.block_shape, q_rest.layout)
     of_d_out = new_ring(d_out, STAGES, 2)
     vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
     ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
+    if k_rest is not None:
+        ks_rest = gl.allocate_shared_memory(k.dtype, [2] + k_rest.block_shape, k_rest.layout)
     vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
     fence_async_shared()
     barrier()
-    rings = of_q, of_d_out, vectors, ks, vs, k_full
+    rings = of_q, qs_rest, of_d_out, vectors, ks, ks_rest, vs, k_full
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     mask = start, end, stop, table
     sizes = queries, keys, heads, group, tiles, own
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_k, grad_v, mask, scale, softcap, sizes, FIRST, D, ROWS, STAGES)),
-            (_differentiate, (rings, grad_k, grad_v, mask, scale, softcap, sizes, SECOND, D, ROWS, STAGES)),
-            (_copy, (rings, q, d_out, k, v, of_rows, mask, sizes, D, ROWS, STAGES)),
+            (_differentiate, (rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes, FIRST, ROWS, STAGES)),
+            (_differentiate, (rings, grad_k, grad_k_rest, grad_v, mask, scale, softcap, sizes, SECOND, ROWS, STAGES)),
+            (_copy, (rings, q, q_rest, d_out, k, k_rest, v, of_rows, mask, sizes, ROWS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

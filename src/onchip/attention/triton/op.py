@@ -86,13 +86,11 @@ def refusal(
     )
 
 
-def _kernels(x: Tensor, p: AttentionProblem) -> Any:
-    """The launches of the kernels for x's device and such heads."""
-    from onchip.attention.triton import launches, portable_launches, wide_launches
+def _kernels(x: Tensor) -> Any:
+    """The launches of the kernels for x's device."""
+    from onchip.attention.triton import launches, portable_launches
 
-    if not has_gluon(describe(x.device).capability):
-        return portable_launches
-    return wide_launches if problem.is_wide(p) else launches
+    return launches if has_gluon(describe(x.device).capability) else portable_launches
 
 
 def _fake(call: KernelCall) -> KernelOutputs:
@@ -126,7 +124,7 @@ def _forward(call: KernelCall) -> KernelOutputs:
     launches.query_table(p, mask, counter).run()
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
     walk = launches.Walk(p, q, k, v, mask, call.scale, options.softcap)
-    _kernels(q, p).forward(walk, call.sinks, out, lse, counter).run()
+    _kernels(q).forward(walk, call.sinks, out, lse, counter).run()
     return made
 
 
@@ -197,7 +195,7 @@ def _is_fused(kept: KernelKept, wanted: Wanted) -> bool:
 
 def _in_one_walk(walk: Any, d_out: Tensor, of_rows: Tensor, into: Sequence[Tensor | None]) -> None:
     """Write the gradients of q, k and v."""
-    from onchip.attention.triton import fused_launches
+    from onchip.attention.triton import launches
 
     of_q, of_k, of_v = into
     assert of_q is not None
@@ -206,13 +204,13 @@ def _in_one_walk(walk: Any, d_out: Tensor, of_rows: Tensor, into: Sequence[Tenso
     p, table = walk.p, _key_table(walk)
     sums = stated.empty(problem.sums_of(p), torch.float32, d_out.device)
     counters = stated.zeros((problem.counters_of(p),), torch.int32, d_out.device)
-    fused_launches.gradients(walk, d_out, of_rows, table, sums, counters, of_k, of_v).run()
-    fused_launches.gradient_of_queries(walk, sums, of_q).run()
+    launches.all_gradients(walk, d_out, of_rows, table, sums, counters, of_k, of_v).run()
+    launches.gradient_of_sums(walk, sums, of_q).run()
 
 
 def _in_two_walks(walk: Any, d_out: Tensor, of_rows: Tensor, into: Sequence[Tensor | None]) -> None:
     """Write those gradients of q, k and v for which there is memory."""
-    (of_q, of_k, of_v), kernels = into, _kernels(walk.q, walk.p)
+    (of_q, of_k, of_v), kernels = into, _kernels(walk.q)
     if of_q is not None:
         kernels.gradient_of_queries(walk, d_out, of_rows, of_q).run()
     if of_k is not None or of_v is not None:

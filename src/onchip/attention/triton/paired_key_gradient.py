@@ -28,7 +28,7 @@ from onchip.attention.triton.common import (
     new_ring,
     products_layout,
 )
-from onchip.attention.triton.key_gradient import key_entry, key_place, queries_see
+from onchip.attention.triton.key_gradient import block_entry, key_place, queries_see
 from onchip.kernels.triton.gluon import barrier, copy_in, copy_out, new_barriers
 
 # Blocks of queries between the groups.
@@ -37,12 +37,10 @@ PASSED = gl.constexpr(2)
 
 @gluon.jit
 def _place(table, sizes, ROWS: gl.constexpr):
-    """A program's tile, sequence and head, and its ranges of blocks, as `key_entry` has them."""
+    """A program's tile, sequence and head, and its ranges of blocks, as `block_entry` has them."""
     queries, keys, heads, group, tiles, own = sizes
-    MANY: gl.constexpr = HALF // ROWS
     t, b, h = key_place(None, heads, group, tiles)
-    first, last, full_first, full_last, any_sees = key_entry(table, t, b * own, tiles)
-    return t, b, h, first * MANY, last * MANY, full_first * MANY, full_last * MANY, any_sees
+    return (t, b, h) + block_entry(table, t, b * own, tiles, ROWS)
 
 
 @gluon.jit

@@ -16,6 +16,10 @@ ENTRY_ROWS = tl.constexpr(64)
 ENTRY_KEYS = tl.constexpr(128)
 
 
+def _strides(*names):
+    return [f"{name}_{dim}" for name in names for dim in ("batch", "head", "row")]
+
+
 @triton.jit
 def _block(x, token, tokens, stride, SIZE: tl.constexpr, D: tl.constexpr):
     """Numbers of a head's tokens [tokens, D], with zeros for what there isn't."""
@@ -68,8 +72,7 @@ def _seen(start, end, stop, row, key, of_mask, keys):
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "heads", "group", "planes", "entries", "own", "q_batch", "q_head", "q_row",
-        "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "out_batch", "out_head", "out_row",
+        "queries", "keys", "heads", "group", "planes", "entries", "own", *_strides("q", "k", "v", "out"),
     ]
 )  # fmt: skip
 def attend_by_tiles(
@@ -128,9 +131,8 @@ def attend_by_tiles(
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "padded", "heads", "group", "planes", "entries", "own", "q_batch", "q_head", "q_row",
-        "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "d_out_batch", "d_out_head", "d_out_row",
-        "grad_q_batch", "grad_q_head", "grad_q_row",
+        "queries", "keys", "padded", "heads", "group", "planes", "entries", "own",
+        *_strides("q", "k", "v", "d_out", "grad_q"),
     ]
 )  # fmt: skip
 def query_gradient_by_tiles(
@@ -184,9 +186,8 @@ def query_gradient_by_tiles(
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "padded", "heads", "group", "tiles", "own", "q_batch", "q_head", "q_row",
-        "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "d_out_batch", "d_out_head", "d_out_row",
-        "grad_k_batch", "grad_k_head", "grad_k_row", "grad_v_batch", "grad_v_head", "grad_v_row",
+        "queries", "keys", "padded", "heads", "group", "tiles", "own",
+        *_strides("q", "k", "v", "d_out", "grad_k", "grad_v"),
     ]
 )  # fmt: skip
 def key_gradient_by_tiles(

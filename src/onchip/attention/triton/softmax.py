@@ -106,7 +106,9 @@ def _in_range(j, start, end, KEYS: gl.constexpr):
 
 @gluon.jit
 def masked(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS: gl.constexpr):
-    """As `common.scores`, with bits where there is no stop."""
+    """Scores of a block, but for a factor: -inf where they are hidden, if `hidden` says that some are.  Without a stop,
+    bits say where.
+    """
     if softcap is not None:
         s = capped(s, scale, softcap)
     if hidden:

@@ -35,9 +35,8 @@ from onchip.attention.triton.common import (
     place,
     product_of_wide,
     products_layout,
-    query_entry,
-    query_range,
     seen_blocks,
+    tile_range,
 )
 from onchip.attention.triton.handoff import (
     OF_KEYS,
@@ -61,20 +60,12 @@ _TOLD = gl.constexpr(7)
 
 
 @gluon.jit
-def _range(table, t, of_mask, entries, keys, KEYS: gl.constexpr):
-    if KEYS == TILE:
-        return query_entry(table, t, of_mask, entries, keys, 2, KEYS)
-    else:  # noqa: RET505 - Triton would compile what follows too
-        return query_range(table, t, of_mask, entries, keys, KEYS)
-
-
-@gluon.jit
 def _full_range(table, entry, of_mask, entries, KEYS: gl.constexpr):
     """Of a group's queries."""
     at = table + (of_mask * entries + min(entry, entries - 1)) * ENTRIES
     if KEYS == TILE:
         return gl.load(at + 2), gl.load(at + 3)
-    else:  # noqa: RET505
+    else:  # noqa: RET505 - Triton would compile what follows too
         return gl.cdiv(gl.load(at + 6), KEYS), gl.load(at + 7) // KEYS
 
 
@@ -95,7 +86,7 @@ def _copy(rings, q, q_rest, k, k_rest, v, counter, mask, sizes, KEYS: gl.constex
     while n < tiles * planes:
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
-        first, last, _first, _last = _range(table, t, b * own, entries, keys, KEYS)
+        first, last, _first, _last = tile_range(table, t, b * own, entries, keys, KEYS)
         j, blocks = seen_blocks(stops, b * own, keys, first, last, t * 2 * HALF, KEYS)
         for m in range(blocks):
             s = step % STAGES
