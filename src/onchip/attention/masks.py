@@ -27,6 +27,8 @@ OP = "attention"
 _FAR = 1 << 30
 
 Array = Any
+Band = tuple[int | None, int | None]
+"""A start and an end; None: no such bound."""
 
 
 class MaskArrays(NamedTuple):
@@ -125,8 +127,19 @@ class Mask:
         """As `lower`, but with integers of any dtype, which may lie beyond the queries and keys that there are."""
         return self._ranges(MaskSizes(arrays_of(like), like, batch, queries, keys))
 
+    def band(self) -> Band | None:
+        """The start and end of query 0, if each query's lie one key after those of the query before."""
+        return None
+
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
-        raise NotImplementedError
+        """Of a mask that has a band; others say it by themselves."""
+        band = self.band()
+        assert band is not None
+        start, end = band
+        return Intervals(
+            sizes.all_rows(0) if start is None else sizes.rows_from(start),
+            sizes.all_rows(sizes.keys) if end is None else sizes.rows_from(end),
+        )
 
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
@@ -148,7 +161,7 @@ class Intervals(Mask):
     blocks: Array | None = None  # [B, Tq / tile, Tk / tile] bool, of `Blocked`
     tile: int = 0
 
-    _whole = False  # no field: what `is_whole` said of the mask that was lowered
+    _whole = False  # what `is_whole` said of the mask that was lowered; as a field, JAX would compile for either
 
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
         start, end = (
@@ -182,6 +195,13 @@ class Both(Mask):
     a: Mask
     b: Mask
 
+    def band(self) -> Band | None:
+        a, b = self.a.band(), self.b.band()
+        if a is None or b is None:
+            return None
+        starts, ends = ([x for x in side if x is not None] for side in zip(a, b, strict=True))
+        return max(starts, default=None), min(ends, default=None)
+
     def _ranges(self, sizes: MaskSizes) -> Intervals:
         return self.a._ranges(sizes)._and(self.b._ranges(sizes), sizes.of.xp)
 
@@ -190,8 +210,8 @@ class Both(Mask):
 class Full(Mask):
     """Every query sees every key."""
 
-    def _ranges(self, sizes: MaskSizes) -> Intervals:
-        return Intervals(sizes.all_rows(0), sizes.all_rows(sizes.keys))
+    def band(self) -> Band:
+        return None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +220,8 @@ class Causal(Mask):
 
     offset: int = 0
 
-    def _ranges(self, sizes: MaskSizes) -> Intervals:
-        return Intervals(sizes.all_rows(0), sizes.rows_from(self.offset + 1))
+    def band(self) -> Band:
+        return None, self.offset + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,12 +235,9 @@ class Window(Mask):
     right: int | None = 0
     offset: int = 0
 
-    def _ranges(self, sizes: MaskSizes) -> Intervals:
+    def band(self) -> Band:
         left, right, offset = self.left, self.right, self.offset
-        return Intervals(
-            sizes.all_rows(0) if left is None else sizes.rows_from(offset - left),
-            sizes.all_rows(sizes.keys) if right is None else sizes.rows_from(offset + right + 1),
-        )
+        return None if left is None else offset - left, None if right is None else offset + right + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -449,27 +466,6 @@ def is_whole(mask: Mask) -> bool:
     if isinstance(mask, Both):
         return is_whole(mask.a) and is_whole(mask.b)
     return mask._whole if isinstance(mask, Intervals) else isinstance(mask, Full | Causal)
-
-
-def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
-    """The start and end of query 0, if each query's lie one key after those of the query before; None: no such bound.
-
-    Of other masks than `Full`, `Causal`, `Window` and these combined None.
-    """
-    if isinstance(mask, Both):
-        a, b = band_of(mask.a), band_of(mask.b)
-        if a is None or b is None:
-            return None
-        starts, ends = ([x for x in side if x is not None] for side in zip(a, b, strict=True))
-        return max(starts, default=None), min(ends, default=None)
-    if isinstance(mask, Full):
-        return None, None
-    if isinstance(mask, Causal):
-        return None, mask.offset + 1
-    if isinstance(mask, Window):
-        left, right, offset = mask.left, mask.right, mask.offset
-        return None if left is None else offset - left, None if right is None else offset + right + 1
-    return None
 
 
 def check_mask_values(mask: Mask) -> None:

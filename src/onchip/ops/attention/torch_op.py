@@ -16,7 +16,6 @@ from onchip.attention.masks import (
     Causal,
     Intervals,
     Mask,
-    band_of,
     check_mask,
     check_mask_values,
     is_whole,
@@ -231,7 +230,7 @@ def _line(mask: Mask, queries: int, keys: int) -> tuple[int, int] | None:
     """Query 0's start, and how far from there its end is, where each query's lie one key after those of the query
     before: then one row of numbers has both, each at a multiple of 16 bytes.  None: it doesn't.
     """
-    band = band_of(mask)
+    band = mask.band()
     if band is None or queries + keys > 2**31 - 8:
         return None
     start, end = band
