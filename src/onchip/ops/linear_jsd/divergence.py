@@ -74,10 +74,12 @@ def rows(
 def _cross_entropy(of: Arrays, z: Array, label: Array) -> tuple[Array, Array]:
     """The cross-entropy of each row, and its gradient."""
     xp, ids, full = of.xp, label[:, None], of.log_softmax(z)
-    own, others = of.take(full, ids), xp.exp(of.logsumexp(of.put(full, ids, -math.inf)))
+    own, p = of.take(full, ids), of.put(xp.exp(full), ids, 0)
+    del full
     # Where the label leads, the sum of the others has more digits of both.
+    others = of.sum(p)[:, None]
     own = xp.where(others < 0.5, xp.log1p(-others.clip(max=0.5)), own)
-    return -own[:, 0], of.put(xp.exp(full), ids, -others)
+    return -own[:, 0], of.put(p, ids, -others)
 
 
 def divergence(
