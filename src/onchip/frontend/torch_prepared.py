@@ -215,8 +215,11 @@ def is_prepared(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def kind_of(tensors: Tensors) -> Hashable:
-    """Everything about tensors on which a prepared call relies."""
+def kind_of(tensors: Tensors, *, differentiable: bool = False) -> Hashable:
+    """Everything about tensors on which a prepared call relies.
+
+    differentiable: which are the same tensor counts too, since a gradient goes to the tensor, not to its memory.
+    """
     made: list[Hashable] = []
     addresses = []
     aligned = torch_builder.ALIGNED
@@ -228,6 +231,8 @@ def kind_of(tensors: Tensors) -> Hashable:
         made += x.dtype, x.shape, x.stride(), x.get_device(), address % aligned and address & -address
         addresses.append(address)
     if len(set(addresses)) < len(addresses):
-        ids = [id(x) for x in tensors]  # a gradient goes to the tensor, not to its memory
-        made += tuple([addresses.index(address) for address in addresses]), tuple([ids.index(x) for x in ids])
+        made.append(tuple([addresses.index(address) for address in addresses]))
+        if differentiable:
+            ids = [id(x) for x in tensors]
+            made.append(tuple([ids.index(x) for x in ids]))
     return tuple(made)

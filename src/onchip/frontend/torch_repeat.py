@@ -103,7 +103,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None  # that of CUDA
     try:
-        tensors = torch_prepared.kind_of(given)
+        tensors = torch_prepared.kind_of(given, differentiable=True)
     except RuntimeError:  # without storage or strides
         return None
     return torch.is_grad_enabled(), cast, tuple(rest), tensors
@@ -210,7 +210,7 @@ def _prepare(
         return result, _Known(prepared, None, tuple, tuple, tuple, None, _maker(result, there))
     ((operator, saving, of_node, inputs, before, after, _),) = seen
     try:
-        differentiable = _picker(inputs, of_given)
+        differentiable = _picker(inputs, there[len(before) :])  # no output of the operator is one
     except LookupError:
         return result, "a differentiable tensor is made of the arguments"
     maker = _maker(result, [*zip(after, count()), *[(x, len(after) + i) for x, i in there]])
