@@ -128,4 +128,5 @@ def test_interpreted(sizes):
     errors = json.loads(made.splitlines()[-1])
     assert errors.keys() == {"out", "lse", "q", "k", "v", "sinks"}
     assert errors.pop("lse") < 1e-6
+    assert errors.pop("sinks") < 1e-2  # two numbers, sums of terms that mostly cancel, made of out in 16 bits
     assert max(errors.values()) < 5e-3
