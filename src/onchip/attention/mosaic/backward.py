@@ -103,7 +103,7 @@ class _Gradient:
         cls, given: GradientInputs, items: Array, outputs: dict[str, Any], *, layout: str, heads: tuple[int, int],
         scores: Scores, config: BackwardConfig, interpret: Any,
     ) -> dict[str, Array]:  # fmt: skip
-        of_items = heads[0 if cls is ByQuery else 1]  # of which each has its tiles
+        of_items = heads[0 if cls is ByQuery else 1]
         programs = len(items) * of_items
         if config.persistent:
             programs = programs_of(programs, interpret)
@@ -399,11 +399,10 @@ class PairedByKey(ByKey):
 
     def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         plgpu.barrier_wait(self.refs["own_full"])
-        for_values = self.warpgroup == 0
-        lax.cond(for_values, lambda: self.of_values(item, before), lambda: self.of_keys(item, before))
+        lax.cond(self.warpgroup == 0, lambda: self.send_values(item, before), lambda: self.send_keys(item, before))
         return before + self.steps(item)
 
-    def walk(self, item: TileWork, before: Any, total: Any, step: Callable[..., Any], met: str) -> Any:
+    def summed(self, item: TileWork, before: Any, total: Any, step: Callable[..., Any], met: str) -> Any:
         """A sum over blocks.  step(i, slot, block, add, added) returns the sum's value and the factor of the block's
         `met`.  It calls add(), which adds the block before beside this block's product, and added(x) before it rounds
         the factor x, for whose registers that product must be done."""
@@ -444,7 +443,7 @@ class PairedByKey(ByKey):
         numbers = self.registers.load_columns(self.refs["numbers_block"].at[slot, which])
         return self.registers.spread(numbers, (self.c.tile, self.c.block), 0)
 
-    def of_values(self, item: TileWork, before: Any) -> None:
+    def send_values(self, item: TileWork, before: Any) -> None:
         refs, c, sums, shape = self.refs, self.c, self.sums, (self.c.tile, self.c.block)
         seen, row, dtype = Seen(self.registers, refs, item.batch), item.tile * c.tile, refs["q"].dtype
 
@@ -471,13 +470,13 @@ class PairedByKey(ByKey):
                 plgpu.barrier_arrive(refs["p_full"].at[at])
                 return value, factor
 
-            return self.walk(item, before, total, step, "grad_out")
+            return self.summed(item, before, total, step, "grad_out")
 
         made = sums.begin(run, (c.tile, self.value_size))
         plgpu.barrier_arrive(refs["own_free"])
         self.send("grad_v", made, item, row)
 
-    def of_keys(self, item: TileWork, before: Any) -> None:
+    def send_keys(self, item: TileWork, before: Any) -> None:
         refs, c, sums = self.refs, self.c, self.sums
 
         def run(total: Any) -> Any:
@@ -493,7 +492,7 @@ class PairedByKey(ByKey):
                 added(ds)
                 return value, ds.astype(refs["q"].dtype)
 
-            return self.walk(item, before, total, step, "q")
+            return self.summed(item, before, total, step, "q")
 
         made = sums.begin(run, (c.tile, self.size))
         plgpu.barrier_arrive(refs["own_free"])
