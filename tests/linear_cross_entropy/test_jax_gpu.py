@@ -143,6 +143,7 @@ SIZES = [
     (4096, 1024, 1 << 40),
     (16384, 512, None),
     (8192, 2048, 210 << 20),  # a larger first chunk
+    (4096, 2048, 160 << 20),  # one chunk after it
 ]
 
 

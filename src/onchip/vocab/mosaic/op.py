@@ -278,7 +278,9 @@ def _forward_by_tokens(
         # If the first chunk's scratch has room for the others, they share its kernels.
         rooms, begin = (first, in_memory) if first.kept_in_scratch >= size else (others, 0)
     number = (len(at.label) - done) // size
-    stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(done + i * size, size, rooms, begin, carry), carry)
+    # XLA unrolls a loop of one chunk, and would make its exponentials while the first chunk's still need their memory.
+    begins = after(jnp.int32(done), carry) if done and number == 1 else done
+    stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(begins + i * size, size, rooms, begin, carry), carry)
     inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
     saved = unfused(sums._replace(inverse_grad_scale=inverse))
     return stats, None, MosaicSaved(call, stats.known, sums=saved)
