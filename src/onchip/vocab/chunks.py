@@ -124,9 +124,9 @@ class Fastest(Generic[Plan]):
         return min(self._found, key=lambda x: (round(x[0], 9), x[1]))[2] if self._found else None
 
 
-def default_scratch(logits_bytes: int, useful: int = 0) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what useful chunks need."""
-    return max(DEFAULT_SCRATCH, logits_bytes // 8, useful)
+def default_scratch(logits_bytes: int, useful: int = 0, part: int = 8) -> int:
+    """256 MiB or an eighth (1/part) of the float32 logits, whichever is more, and at least what useful chunks need."""
+    return max(DEFAULT_SCRATCH, logits_bytes // part, useful)
 
 
 def largest(fits: Callable[[int], bool], smallest: int, total: int, unit: int = 64) -> int:

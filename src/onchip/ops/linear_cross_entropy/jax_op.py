@@ -152,8 +152,8 @@ def linear_cross_entropy(
         temperature: above 0: divides the logits after softcap; may also be a [...] array with one per token.
         scratch_bytes: bound on the temporary memory, not counting gradients in their parameters' dtypes: bytes, a text
             like "1GiB" or "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default:
-            256 MiB or an eighth of the float32 logits, whichever is more, and at least what one chunk needs; without
-            gradients 64 MiB for "mosaic_gpu".
+            256 MiB or an eighth of the float32 logits, for "mosaic_gpu" a fifth, whichever is more, and at least what
+            one chunk needs; without gradients 64 MiB for "mosaic_gpu".
         strategy: "stash" does 3 matrix products.  "xla" then computes gradients in forward, chunk by chunk of tokens,
             in float32, and scales them in backward; so does "mosaic_gpu" for a frozen weight and for many tokens.
             Otherwise "mosaic_gpu" keeps the exponentials of up to H tokens in the memory of the weight's gradient and

@@ -177,7 +177,8 @@ def linear_log_probs(
         check_inputs: as in `linear_cross_entropy`: check ids and temperatures on a GPU too.
         scratch_bytes: bound on the temporary memory, not counting results and gradients in their parameters' dtypes, in
             one of the forms that `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits,
-            whichever is more, and at least what one chunk needs; without gradients 64 MiB for "mosaic_gpu".
+            for "mosaic_gpu" a fifth, whichever is more, and at least what one chunk needs; without gradients 64 MiB for
+            "mosaic_gpu".
         backend: "mosaic_gpu", "xla", "triton" or "auto", as in `linear_cross_entropy`.
 
     Returns:
