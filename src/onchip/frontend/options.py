@@ -196,6 +196,11 @@ class LossTerms(NamedTuple):
         """Of numbers: None for 0, which `vocab/loss.py` leaves out."""
         return LossTerms(*[x or None for x in self])
 
+    @property
+    def there(self) -> bool:
+        """Whether any isn't None."""
+        return any(x is not None for x in self)
+
 
 def _require_softcap(op: str, name: str, value: Any) -> None:
     if value is not None:

@@ -34,9 +34,14 @@ def loss_of_lse(xp: Any, terms: LossTerms, lse: Array) -> Array:
     return terms.z_loss * xp.square(lse)
 
 
+def factor_of_lse(terms: LossTerms) -> Array:
+    """The derivative of the z-loss with respect to lse, divided by lse; None for terms without."""
+    return None if terms.z_loss is None else 2 * terms.z_loss
+
+
 def slope_of_lse(terms: LossTerms, lse: Array) -> Array:
     """[n]: the derivative of the z-loss with respect to lse."""
-    return 2 * terms.z_loss * lse
+    return factor_of_lse(terms) * lse
 
 
 def value(xp: Any, terms: LossTerms, cost: Array, lse: Array, uniform: Array | None) -> Array:

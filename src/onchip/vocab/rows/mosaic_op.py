@@ -21,6 +21,7 @@ from onchip.frontend.jax_call import IGNORED, vary_alike
 from onchip.frontend.jax_inputs import hopper_refusal
 from onchip.kernels.mosaic.maths import tanh
 from onchip.vocab.chunks import ChunkConfig
+from onchip.vocab.loss import factor_of_lse
 from onchip.vocab.rows import memory
 from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla.loss import LabelSums, LossCall
@@ -137,8 +138,9 @@ def _at_once(call: LossCall, kept: Array, factor: Array) -> tuple[dict[str, Arra
     scale = call.reduction.row_scale(jnp.ones(()), call.tokens)
     if (of_logits := call.transform.factor()) is not None:
         scale = scale * of_logits
-    z_loss = call.terms.z_loss
-    slope = None if z_loss is None else (2 * z_loss).astype(jnp.float32).reshape(1)
+    slope = factor_of_lse(call.terms)
+    if slope is not None:
+        slope = slope.astype(jnp.float32).reshape(1)
     return mosaic_once.losses(call.source.bits, kept, factor, mosaic_once.RowLoss(call.ids[:, 0], scale, slope))
 
 

@@ -177,7 +177,7 @@ class Constants(NamedTuple):
         if reduction == "mean" and self.normalizer is None:
             total = lax.psum(jnp.sum(of_label), axes) if axes else jnp.sum(of_label)
             made = made._replace(normalizer=jnp.where(total > 0, total, 1))
-        if self.terms.label_smoothing is not None or self.terms.z_loss is not None:
+        if self.terms.there:
             return made
         token_weight = of_label if self.token_weight is None else self.token_weight * of_label
         return made._replace(token_weight=token_weight, class_weight=None)
