@@ -14,8 +14,8 @@ from onchip.fp8.numbers import Fp8Options, GradDtype, Scale
 from onchip.frontend.jax_inputs import accumulator, dtype_of, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool
+from onchip.groups.routing import Scoring, check_groups, check_routing, check_sizes
 from onchip.jax import MoEParams, MoEStats, fp8_linear, moe, update_correction_bias
-from onchip.ops.grouped_matmul.moe import Scoring, check_groups, check_routing, check_sizes
 
 Fp8Backend = Literal["auto", "mosaic_gpu", "xla"]
 MoEBackend = Literal["auto", "mosaic_gpu", "triton", "xla"]

@@ -8,6 +8,7 @@ with naming_extra("onchip.jax", "jax"):
 from onchip.frontend.options import LossStats as CrossEntropyStats
 from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
+from onchip.groups.routing import MoEStats
 from onchip.ops.attention.jax_nn import dot_product_attention
 from onchip.ops.attention.jax_op import attention
 from onchip.ops.collective_matmul.jax_op import all_gather_matmul, matmul_reduce_scatter
@@ -15,7 +16,6 @@ from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.fp8_linear.jax_op import fp8_linear
 from onchip.ops.grouped_matmul.jax_moe import MoEParams, init_moe, moe, update_correction_bias
 from onchip.ops.grouped_matmul.jax_op import grouped_matmul
-from onchip.ops.grouped_matmul.moe import MoEStats
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy, sharded_linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd, sharded_linear_jsd
 from onchip.ops.linear_log_probs import LogProbs

@@ -9,13 +9,13 @@ from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.options import LossStats as CrossEntropyStats
 from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
+from onchip.groups.routing import MoEStats
 from onchip.ops.attention.torch_op import attention
 from onchip.ops.collective_matmul.torch_module import ColumnParallelLinear, RowParallelLinear
 from onchip.ops.collective_matmul.torch_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
-from onchip.ops.grouped_matmul.moe import MoEStats
 from onchip.ops.grouped_matmul.torch_moe import MoE
 from onchip.ops.grouped_matmul.torch_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss

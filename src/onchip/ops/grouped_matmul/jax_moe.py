@@ -12,8 +12,8 @@ from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays, unsplit
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_int, require_positive
+from onchip.groups.routing import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes, stats_of
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
-from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes
 
 OP = "moe"
 _BIASES = ("router_bias", "gate_up_bias", "down_bias")
@@ -207,11 +207,7 @@ def moe(
         gate, up = jnp.split(tokens @ params.shared_gate_up.T, 2, axis=1)
         y = y + (jax.nn.silu(gate) * up) @ params.shared_down.T
 
-    fraction = counts / max(len(expert), 1)
-    mean_prob = probs.sum(0) / max(len(tokens), 1)
-    z_loss = jnp.square(jax.nn.logsumexp(logits, 1)).sum() / max(len(tokens), 1)
-    stats = MoEStats(counts, fraction, mean_prob, num_experts * (fraction * mean_prob).sum(), z_loss)
-    return y.reshape(x.shape), stats
+    return y.reshape(x.shape), stats_of(counts, counts / max(len(expert), 1), probs, jax.nn.logsumexp(logits, 1))
 
 
 def update_correction_bias(

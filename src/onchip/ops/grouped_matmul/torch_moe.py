@@ -14,7 +14,7 @@ from onchip.frontend.torch_inputs import DTYPES, LOSS_DTYPES, accumulator, dtype
 from onchip.frontend.torch_module import typed_as
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import WeightLayout
-from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes
+from onchip.groups.routing import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes, stats_of
 from onchip.ops.grouped_matmul.torch_op import BACKENDS, grouped_matmul
 
 
@@ -374,7 +374,4 @@ def moe_stats(logits: Tensor, routing: Routing, groups: Groups) -> MoEStats[Tens
     counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     tokens = max(logits.shape[0], 1)
     fraction = counts.to(logits.dtype) / (tokens * routing.experts.shape[1])
-    mean_prob = routing.probs.sum(0) / tokens
-    aux_loss = logits.shape[1] * (fraction * mean_prob).sum()
-    z_loss = logits.logsumexp(-1).square().sum() / tokens
-    return MoEStats(counts, fraction, mean_prob, aux_loss, z_loss)
+    return stats_of(counts, fraction, routing.probs, logits.logsumexp(-1))

@@ -1,4 +1,4 @@
-"""What the mixture-of-experts layers of both frameworks agree on: options and sizes.  No framework."""
+"""How a router spreads tokens over experts, the groups of a product: options, sizes, statistics.  No framework."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -28,6 +28,13 @@ class MoEStats(NamedTuple, Generic[A]):
     goes through mean_prob."""
     z_loss: A
     """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
+
+
+def stats_of(counts: A, fraction: A, probs: Any, lse: Any) -> MoEStats[A]:
+    """`probs` [T, E]: each token's scores divided by their sum.  `lse` [T]: logsumexp of its logits."""
+    tokens, experts = max(probs.shape[0], 1), probs.shape[1]
+    mean_prob = probs.sum(0) / tokens
+    return MoEStats(counts, fraction, mean_prob, experts * (fraction * mean_prob).sum(), (lse**2).sum() / tokens)
 
 
 def check_sizes(op: str, sizes: Mapping[str, Any], may_be_0: Collection[str] = ()) -> None:
