@@ -70,7 +70,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
         out = call.logits.detach() if _overwrites(kept) else stated.empty_like(call.logits)
     assert out is not None
-    if call.dense:
+    if call.dense and call.kernels:
         _write_by_every_entry(kept, grad_loss, out)
     elif call.kind == "ids" and call.runs_kernels:
         _write_by_kernels(kept, grad_loss, out)
@@ -170,14 +170,6 @@ def _labels_of_mine(call: CrossEntropyCall) -> Tensor:
 
 def _write_by_every_entry(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
     call, known, options = kept.call, kept.known, kept.call.options
-    if not call.kernels:
-        walk.refuse_to_state(call)
-        tokens, into = call.tokens(check_values=False), torch_rows.Rows(walk.without_padding(call, out))
-        rows = rows_of_all(call, grad_loss, tokens), *dense.known_of(known)
-        given = torch_rows.Rows(call.mine), tokens, call.config(tokens), _labels_of_mine(call), rows
-        for start, stop, g, _ in dense.gradients_of_chunks(call, *given):
-            into.write(tokens, start, stop, g)
-        return
     row = stated_on(call, rows_of_all, grad_loss)
     lse, less, mass = (None if x is None else x.reshape(-1) for x in (known.lse, known.log_prob, known.mass))
     part, mine = parallel.class_weight_of_shard(call.class_weight, call.shards), walk.without_padding(call, out)

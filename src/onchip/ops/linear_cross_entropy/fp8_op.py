@@ -187,8 +187,9 @@ def _forward_of_shards(
         given = tokens, config, source.call.labels, call.class_weight
         made = dense.dense_stats(OP, walk.Fp8Logits(source), options, shards, *given)
         if there and any(call.grads):
-            known = row, *dense.known_of(made.known)
-            walk.dense_gradients(source, parts, known, dense.Whole.of(call.vocab, call.class_weight), chunk)
+            known = call.class_weight, call.vocab, row, made.known, shards
+            gradient = dense.gradient(options, source.call.labels, *known)
+            walk.gradients(source, parts, parallel.gradient_of_shard(gradient, shards), [], chunk)
         return LossMade(dense.outputs_of(call, made, tokens), parts)
     asked = LOSS.asked(call)
     of_shard = asked._replace(class_weight=source.call.class_weight if asked.mean_logits else None)

@@ -16,11 +16,10 @@ from onchip.frontend.torch_parallel import WHOLE
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch import dense
-from onchip.vocab.torch.dense import rows_of
 from onchip.vocab.torch.labels import probs
 from onchip.vocab.torch.loss import LossOutputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import NOWHERE, Ids, Tokens, apply
+from onchip.vocab.torch.tiles import NOWHERE, Ids, Tokens, apply, rows_of
 
 
 class LogitsCall(NamedTuple):
@@ -130,8 +129,8 @@ def softmax_of_chunk(
         made = dense.dense_stats("", Rows(logits), options, WHOLE, *given)
         fill(out, dense.outputs_of(part, made, tokens))
         if into.wanted:
-            known = row, *dense.known_of(made.known)
-            dense_gradient_of_chunk(part, logits, dense.Whole.of(vocab, part.class_weight), known, into)
+            gradient = dense.gradient(options, part.labels, part.class_weight, vocab, row, made.known)
+            gradient_of_chunk(part, logits, None, gradient, into)
         return
     z = logits.float()
     if of_targets is not None:
@@ -183,19 +182,6 @@ def _final_logits(
     slope = None if part.options.softcap is None else torch.empty_like(z)
     apply(part.options, z, tau, slope)
     return z, tau, slope
-
-
-def dense_gradient_of_chunk(
-    part: LogitsCall, logits: Tensor, whole: dense.Whole, known: tuple[Tensor, ...], into: LogitsGradient
-) -> None:
-    """Fill `into` with a chunk's gradient for labels of every entry, or of a shard's; `known` are the arguments of
-    `dense_gradient` from `row` on.
-    """
-    assert part.labels is not None
-    z, tau = logits.float(), part.tokens(logits.shape[1]).temperature
-    slope = None if part.options.softcap is None else torch.empty_like(z)
-    apply(part.options, z, tau, slope)
-    _write(dense.dense_gradient(part.options, z, slope, part.labels, part.class_weight, whole, *known), into)
 
 
 def fill(out: LossOutputs, made: LossOutputs, names: Sequence[str] = LossOutputs._fields) -> None:

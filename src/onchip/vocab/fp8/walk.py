@@ -20,7 +20,6 @@ from onchip.fp8.torch_products import multiply
 from onchip.fp8.torch_quantize import TorchQuantized, empty, operand
 from onchip.vocab.fp8 import torch as fp8_torch
 from onchip.vocab.fp8.torch import LogitsCall, LogitsGradient
-from onchip.vocab.torch.dense import Whole
 from onchip.vocab.torch.loss import LossOutputs
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, write_at
 from onchip.vocab.torch.tiles import Ids, spans
@@ -166,23 +165,13 @@ def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, li
 
 def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[ChunkLogits], chunk: int) -> None:
     """Fill `kept` from logits that are `held`, or made again."""
+    softmaxes = fp8_torch if source.call.dense else source.softmaxes
 
     def write(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, span: slice, into: LogitsGradient) -> None:
         mine = gradient.part(span.start, span.stop)
-        source.softmaxes.gradient_of_chunk(part, logits, of_targets, mine, into)
+        softmaxes.gradient_of_chunk(part, logits, of_targets, mine, into)
 
     each_chunk(source, kept, chunk, write, held)
-
-
-def dense_gradients(source: Source, kept: Parts, known: tuple[Tensor, ...], whole: Whole, chunk: int) -> None:
-    """The same for labels of every entry; `known` are the arguments of `dense_gradient` from `row` on, for all
-    tokens.
-    """
-
-    def write(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, span: slice, into: LogitsGradient) -> None:
-        fp8_torch.dense_gradient_of_chunk(part, logits, whole, tuple(x[span] for x in known), into)
-
-    each_chunk(source, kept, chunk, write)
 
 
 def each_chunk(

@@ -175,7 +175,8 @@ def write_gradient(call: RowsCall, tokens: Ids | None, gradient: TokenGradient, 
         torch_rows.write_gradient(call.mine, call.options, here, call.config(tokens).token_chunk, gradient, out)
         return
     ids, options = _ids_of_shard(call) if call.shards.there else (_given_ids(call), call.options)
-    more = {name: None if x is None else stated.converted(x, Tensor.contiguous) for name, x in vars(gradient).items()}
+    given = {name: x for name, x in vars(gradient).items() if name != "labels"}  # which kernels for ids don't have
+    more = {name: None if x is None else stated.converted(x, Tensor.contiguous) for name, x in given.items()}
     into = out if out.is_contiguous() else stated.empty_like(out)
     with device_of(out):
         for kernel in ("log_prob_gradients", "write_ids"):

@@ -12,7 +12,6 @@ Kernels take what smoothing adds for a part of the labels.  On a shard they spre
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.options import LossTerms
-from onchip.frontend.torch_parallel import Shards
+from onchip.frontend.torch_parallel import WHOLE, Shards
 from onchip.vocab import loss as maths
 from onchip.vocab.chunks import ChunkConfig
-from onchip.vocab.torch import labels, parallel, walk
+from onchip.vocab.torch import labels, parallel
 from onchip.vocab.torch.loss import LossOutputs, reduced, scaled_rows
-from onchip.vocab.torch.softmax import Asked, KnownStats, Running, TokenStats
-from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, flatten, spans, temperature_of
+from onchip.vocab.torch.softmax import Asked, EntryLabels, KnownStats, Running, TokenGradient, TokenStats
+from onchip.vocab.torch.tiles import NOWHERE, Ids, Tile, Tokens, apply, flatten, rows_of, spans, temperature_of
 
 # What each token sends with return_stats, label smoothing and all: what `parallel.sent_bytes` takes for K.
 SENT = 6
@@ -41,29 +40,16 @@ def outputs_of(call: Any, made: LossOutputs, tokens: Tokens) -> LossOutputs:
     return LossOutputs(reduced(call.options, made.loss * tokens.weight, tokens, shape), *by_token)
 
 
-def known_of(kept: KnownStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `dense_gradient` from lse on, for all tokens, from outputs that are kept."""
-    known: Any = (kept.lse, kept.log_prob, kept.largest, kept.mass)
-    lse, log_prob, largest, mass = (x.reshape(-1) for x in known)
-    return lse, log_prob[:, None], largest[:, None], mass
-
-
 def statistics(op: str, call: Any, tokens: Tokens) -> LossOutputs:
     """What a layer's operator returns."""
     mine = local(call)
-    config, kernels = _plan(mine, tokens), call.kernels
-    if kernels:  # other ranks run them, and this one has no entries
+    config = mine.plan("stash", tokens)
+    if call.kernels:  # other ranks run them, and this one has no entries
         options = replace(call.options, label_smoothing=0.0)
         sums = dense_sums(mine.layer, options, tokens, config, mine.labels, None)
         return combined(op, call, sums, tokens)._replace(largest=torch.zeros_like(call.ids))
     given = tokens, config, mine.labels, call.class_weight
     return outputs_of(call, dense_stats(op, mine.layer, call.options, call.shards, *given), tokens)
-
-
-def _plan(mine: Any, tokens: Tokens) -> ChunkConfig:
-    """The plan, the same in forward and backward."""
-    config: ChunkConfig = mine.plan("stash", tokens)
-    return config
 
 
 def local(call: Any) -> Any:
@@ -81,66 +67,17 @@ def local(call: Any) -> Any:
     )
 
 
-def gradients(call: Any, tokens: Tokens, kept: KnownStats, grad_loss: Tensor | None) -> walk.Gradients:
-    """The gradients of a layer, from what is kept of its `LossOutputs` and the upstream gradient of the reduced
-    loss.
-    """
-    options, shards, mine, known = call.options, call.shards, local(call), known_of(kept)
-    layer, out = mine.layer, mine.weight_grad_out
+def gradient_of_loss(
+    call: Any, known: KnownStats, tokens: Tokens, grad_loss: Tensor | None
+) -> tuple[TokenGradient, Tensor | None]:
+    """As that of ids: the gradient of the tokens' logits for the upstream gradient of the reduced loss, and the factor
+    for float16 that is included in it."""
+    options, mass = call.options, known.mass
     assert grad_loss is not None
+    assert mass is not None
     each = tokens.upstream(grad_loss, options.reduction)
-    row, grad_scale = scaled_rows(tokens, options, each, call.operand, known[-1])
-    config = _plan(mine, tokens)
-    into, summed = walk.Accumulated(layer, tokens, config.vocab_chunk, call.grads), None
-    given = layer, tokens, config, mine.labels, (row, *known)
-    for t0, t1, g, operand in gradients_of_chunks(call, *given, like=layer.hidden):
-        into.add_hidden(operand, t0, t1, 0)
-        if into.hidden is not None and t1 == tokens.number:
-            summed = parallel.start_sum(shards, into.hidden.view(mine.hidden.shape))
-        into.add_weight(g, operand, tokens.rows(layer.hidden, t0, t1), t0, 0, into.weight)
-    hidden = None if into.hidden is None else into.hidden.view(mine.hidden.shape)
-    if hidden is not None and summed is None:  # there was no product at all
-        summed = parallel.start_sum(shards, hidden.to(mine.hidden.dtype) if call.kernels else hidden)
-    hidden = None if summed is None else summed()
-    made: list[Tensor | None] = []
-    for x, dtype in zip((hidden, into.weight, into.bias), mine.dtypes, strict=True):
-        x = x if x is None or grad_scale is None else x.div_(grad_scale)
-        added = len(made) == 1 and out is not None
-        made.append(x if x is None or added else x.to(dtype))
-    if made[1] is not None and out is not None:
-        out.add_(made[1])
-        made[1] = None
-    if not shards.there:
-        return tuple(made)
-    return made[0], *(parallel.padded(x, len(call.weight)) for x in made[1:])
-
-
-def gradients_of_chunks(
-    call: Any,
-    source: Any,  # as `walk.forward` takes it
-    tokens: Tokens,
-    config: ChunkConfig,
-    labels: Tensor,  # [..., rows]
-    known: tuple[Tensor, ...],  # the arguments of `dense_gradient` from `row` on, for all tokens
-    like: Tensor | None = None,
-) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """The gradient of the source's logits, a chunk of tokens at a time: where that is, the gradient, and the same as
-    products with tensors `like` this one read it.
-    """
-    options, vocab = call.options, source.vocab
-    part, whole = (
-        parallel.class_weight_of_shard(call.class_weight, call.shards),
-        Whole.of(call.vocab, call.class_weight),
-    )
-    n = tokens.number if vocab > 0 else 0
-    tile = Tile(min(n, config.token_chunk) * vocab, tokens, slope=options.softcap is not None, like=like)
-    for t0, t1 in spans(n, config.token_chunk):
-        z, slope, _ = tile.cut(t1 - t0, vocab)
-        read_logits(source, tokens, t0, t1, z, config.vocab_chunk)
-        apply(options, z, temperature_of(tokens, t0, t1), slope)
-        rows = (x[t0:t1] for x in known)
-        g = dense_gradient(options, z, slope, rows_of(labels, t0, t1), part, whole, *rows)
-        yield t0, t1, g, tile.operand(g)
+    row, grad_scale = scaled_rows(tokens, options, each, call.operand, mass.reshape(-1))
+    return gradient(options, call.labels, call.class_weight, call.vocab, row, known, call.shards), grad_scale
 
 
 class DenseSums(NamedTuple):
@@ -253,60 +190,46 @@ def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, ch
         read(out[:, v0:v1], v0)
 
 
-def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of labels [..., V], unchanged."""
+def gradient(
+    options: Any,
+    probs: Tensor,  # [..., V], or [..., rows] of this rank's shard, padding after them
+    class_weight: Tensor | None,  # [V]
+    vocab: int,
+    row: Tensor,  # [n]
+    made: KnownStats,  # of outputs
+    shards: Shards = WHOLE,
+) -> TokenGradient:
+    """The gradient of the logits of these tokens, for upstream gradients `row`."""
+    known: Any = (made.lse, made.log_prob, made.largest, made.mass)
+    lse, log_prob, largest, mass = (x.reshape(-1) for x in known)
+    probs = probs[..., : shards.rows] if shards.there else probs
+    if probs.shape[-1] == 0:  # an empty shard, for which nothing asks
+        return TokenGradient(lse, row, log_prob[:, None])
+    terms, each = LossTerms.of(options).nonzero, parallel.class_weight_of_shard(class_weight, shards)
+    share, own = None if class_weight is None else class_weight.mean(), None if each is None else each[largest, None]
+    log_prob, largest, q = log_prob[:, None], largest[:, None], _at(probs, largest)
+    q = q.to(lse.dtype) if own is None else q * own
+    # The largest logit's apart: 1 taken from a rounded p would lose all digits of a p near 1.
+    at_largest = maths.at_entry(torch, terms, log_prob, q, mass[:, None] - q, lse[:, None], vocab, own, share)
+    # A small p, of a part where all are, would lose its own digits so.
+    place = largest.masked_fill(~(log_prob > LIKELY), NOWHERE)
+    return TokenGradient(
+        lse,
+        row * maths.of_p(terms, mass, lse, share),
+        row[:, None] * at_largest,
+        even=None if terms.label_smoothing is None else row * (terms.label_smoothing / vocab),
+        class_weight=class_weight,
+        labels=EntryLabels(probs, 1 - options.label_smoothing, row, place),
+    )
+
+
+def _at(probs: Tensor, entry: Tensor) -> Tensor:
+    """[n, 1]: each token's label of an entry [n]."""
     flat = flatten(probs)
     if flat is not None:
-        return flat[start:stop]
-    rows = torch.arange(start, stop, dtype=torch.int64, device=probs.device)
-    return probs[torch.unravel_index(rows, probs.shape[:-1])]
-
-
-class Whole(NamedTuple):
-    """What the gradient on a part of the vocabulary needs from all of it."""
-
-    vocab: int
-    class_share: Tensor | None  # the mean weight of classes; None: 1
-
-    @staticmethod
-    def of(vocab: int, class_weight: Tensor | None) -> "Whole":
-        return Whole(vocab, None if class_weight is None else class_weight.mean())
-
-
-def dense_gradient(
-    options: Any,
-    z: Tensor,  # [C, V] final logits
-    slope: Tensor | None,  # [C, V]
-    probs: Tensor,  # [C, V]
-    class_weight: Tensor | None,  # [V]
-    whole: Whole,
-    row: Tensor,  # [C]
-    lse: Tensor,  # [C]
-    log_prob: Tensor,  # [C, 1]
-    largest: Tensor,  # [C, 1]
-    mass: Tensor,  # [C]
-) -> Tensor:
-    """Turn final logits in place into the gradient of the logits before softcap and scale.
-
-    They may be a part of the vocabulary: `lse`, `mass`, probabilities and `whole` are then for all of it.
-    """
-    (vocab, share), terms = whole, LossTerms.of(options).nonzero
-    q = probs.to(z.dtype) if class_weight is None else probs * class_weight
-    own, labels = None if class_weight is None else class_weight[largest], q.gather(1, largest)
-    # The largest logit's apart: 1 taken from a rounded p would lose all digits of a p near 1.
-    known = log_prob, labels, mass[:, None] - labels, lse[:, None]
-    at_largest = maths.at_entry(torch, terms, *known, vocab, own, share)
-    z.sub_(lse[:, None]).exp_().mul_((row * maths.of_p(terms, mass, lse, share))[:, None])
-    z.addcmul_(q, row[:, None], value=-(1 - options.label_smoothing))
-    even = row * (options.label_smoothing / vocab)
-    if terms.label_smoothing is not None and class_weight is not None:
-        z.addr_(even, class_weight, alpha=-1)
-    elif terms.label_smoothing is not None:
-        z.sub_(even[:, None])
-    # A small p, of a part where all are, would lose its own digits so.
-    exact = torch.where(log_prob > LIKELY, row[:, None] * at_largest, z.gather(1, largest))
-    z.scatter_(1, largest, exact)
-    return z if slope is None else z.mul_(slope)
+        return flat.gather(1, entry[:, None])
+    rows = torch.arange(len(entry), dtype=torch.int64, device=entry.device)
+    return probs[(*torch.unravel_index(rows, probs.shape[:-1]), entry)][:, None]
 
 
 # ------------------------------------------------------------------------------------------------------------ shards

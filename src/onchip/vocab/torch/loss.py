@@ -258,9 +258,9 @@ def reduced_of_all(call: Any, losses: Tensor) -> Tensor:
     return reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, labels.leading(call))
 
 
-def rows_of_all(call: Any, grad_loss: Tensor, tokens: Tokens | None = None) -> Tensor:
+def rows_of_all(call: Any, grad_loss: Tensor) -> Tensor:
     """[T] float32: `scaled_rows` of all tokens."""
-    tokens = tokens or call.tokens(check_values=False)
+    tokens = call.tokens(check_values=False)
     upstream = tokens.upstream(grad_loss, call.options.reduction)
     return scaled_rows(tokens, call.options, upstream, torch.float32)[0]
 

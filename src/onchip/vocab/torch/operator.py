@@ -109,10 +109,16 @@ def cross_entropy(op: str, call: type) -> TorchLoss:
         asked=lambda call: asked_by(call.options, call.class_weight),
         of_stats=LossOutputs.of,
         empty=lambda call, kernels: LossOutputs.empty(call, call.given, kernels=kernels),
-        gradient=lambda call, known, upstream, tokens, shares: gradient_of_loss(
-            call, tokens, upstream[0], known.lse, known.log_prob, shares
-        ),
+        gradient=_gradient_of_loss,
     )
+
+
+def _gradient_of_loss(
+    call: Any, known: KnownStats, upstream: Made, tokens: Any, shares: Shares
+) -> tuple[TokenGradient, Tensor | None]:
+    if call.dense:
+        return dense.gradient_of_loss(call, known, tokens, upstream[0])
+    return gradient_of_loss(call, tokens, upstream[0], known.lse, known.log_prob, shares)
 
 
 # -------------------------------------------------------------------------------- on PyTorch's own matrix products
@@ -142,8 +148,6 @@ def _forward(loss: TorchLoss, call: Any) -> LossMade[Any, Any]:
 def _gradients(loss: TorchLoss, kept: LossKept[Any, Any], upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
-    if call.dense:
-        return dense.gradients(call, tokens, kept.known, upstream[0])
     gradient, grad_scale = loss.gradient(call, kept.known, upstream, tokens, shares_of_ids)
     more = {"stats": gradient.entropy_row is not None} if loss.differentiable_outputs > 1 else {}
     return walk.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out, **more)

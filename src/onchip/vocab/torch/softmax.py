@@ -1,7 +1,8 @@
 """The softmax of each token over the vocabulary, tile by tile, and its gradient.
 
 Every loss over a vocabulary is a function of each token's `TokenStats`, and the gradient of its logits is a
-`TokenGradient`: p (factor + entropy_row (z - mean)) - even, except at the ids' own entries.
+`TokenGradient`: p (factor + entropy_row (z - mean)) - even, except at the ids' own entries.  Labels of every entry are
+subtracted too.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.vocab.torch.tiles import NOWHERE, Ids
+from onchip.vocab.torch.tiles import NOWHERE, Ids, rows_of
 
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
 LOWEST = {dtype: torch.finfo(dtype).min / 4 for dtype in (torch.float32, torch.float64)}
@@ -206,29 +207,44 @@ def write_at(x: Tensor, ids: Tensor, start: int, values: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------------- gradient
 
 
+class EntryLabels(NamedTuple):
+    """Labels q of every entry, of which the gradient has - factor * row * q * class_weight."""
+
+    probs: Tensor  # [..., V], or [..., rows] of this rank's shard
+    factor: float
+    row: Tensor  # [n]
+    largest: Tensor  # [n, 1] int64: in place of ids, where the largest logit is; NOWHERE if its p is small
+
+    def part(self, start: int, stop: int) -> "EntryLabels":
+        probs, row, largest = rows_of(self.probs, start, stop), self.row[start:stop], self.largest[start:stop]
+        return EntryLabels(probs, self.factor, row, largest)
+
+
 @dataclass(frozen=True)
 class TokenGradient:
     """The gradient of each computed token's final logits; [n], or one number for all.
 
     With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even * class_weight, and `at_ids` at
-    the ids.  All are multiplied by the derivative of the final logits with respect to the product (scale /
-    temperature), and by `grad_scale`.
+    the ids; `labels` subtract more, and have an id of their own.  All are multiplied by the derivative of the final
+    logits with respect to the product (scale / temperature), and by `grad_scale`.
     """
 
     center: Tensor  # the mean logit where the entropy has a gradient, else the log-sum-exp
     factor: Tensor
     at_ids: Tensor  # [n, K]
     even: Tensor | None = None
-    class_weight: Tensor | None = None  # [V]: factors of `even`
+    class_weight: Tensor | None = None  # [V]: factors of `even` and of labels
     width: Tensor | None = None  # where the entropy has a gradient, the entropy
     entropy_row: Tensor | None = None  # then minus its upstream gradient
+    labels: EntryLabels | None = None
 
     def part(self, start: int, stop: int) -> "TokenGradient":
         def cut(x: Tensor | None) -> Any:
             return None if x is None else x[start:stop]
 
-        own = {name: x for name, x in vars(self).items() if name != "class_weight"}
-        return TokenGradient(**{name: cut(x) for name, x in own.items()}, class_weight=self.class_weight)
+        own = {name: cut(x) for name, x in vars(self).items() if name not in ("class_weight", "labels")}
+        labels = None if self.labels is None else self.labels.part(start, stop)
+        return TokenGradient(**own, class_weight=self.class_weight, labels=labels)
 
     def of_logits(self, z: Tensor, ids: Tensor, start: int, slope: Tensor | None, spare: Tensor | None) -> Tensor:
         """Turn final logits in place into the gradient of the logits before softcap and scale."""
@@ -244,8 +260,13 @@ class TokenGradient:
         return self._finished(e.mul_(factor[:, None]), ids, start, slope)
 
     def _finished(self, g: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
-        if self.even is not None and self.class_weight is not None:
-            g.addr_(self.even, self.class_weight[start : start + g.shape[1]], alpha=-1)
+        columns = slice(start, start + g.shape[1])
+        each = None if self.class_weight is None else self.class_weight[columns]
+        if self.labels is not None:
+            q, ids = self.labels.probs[:, columns], self.labels.largest
+            g.addcmul_(q.to(g.dtype) if each is None else q * each, self.labels.row[:, None], value=-self.labels.factor)
+        if self.even is not None and each is not None:
+            g.addr_(self.even, each, alpha=-1)
         elif self.even is not None:
             g.sub_(self.even[:, None])
         write_at(g, ids, start, self.at_ids)

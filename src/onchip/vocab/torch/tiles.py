@@ -296,6 +296,15 @@ def flatten(x: Tensor) -> Tensor | None:
         return None
 
 
+def rows_of(x: Tensor, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of [..., V], unchanged."""
+    flat = flatten(x)
+    if flat is not None:
+        return flat[start:stop]
+    rows = torch.arange(start, stop, dtype=torch.int64, device=x.device)
+    return x[torch.unravel_index(rows, x.shape[:-1])]
+
+
 def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, total)) for start in range(0, total, max(1, size)))
 

@@ -56,7 +56,7 @@ def gradients(
     """
     shards = call.shards
     here, mine = parallel.of_shard(tokens, shards), parallel.local(call)
-    config = mine.plan("recompute", here, **more)
+    config = mine.plan("stash" if call.dense else "recompute", here, **more)
     if not shards.there:
         return recompute(mine, here, config, gradient, grad_scale=grad_scale, weight_grad_out=weight_grad_out)
     hidden, *others = recompute(
