@@ -137,22 +137,17 @@ def _write_by_kernels(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
 def _of_every_entry(call: CrossEntropyCall) -> LossOutputs:
     options, shards, tau, labels = call.options, call.shards, call.token_temperature, _labels_of_mine(call)
     tokens: Any = None
-    part = parallel.class_weight_of_shard(call.class_weight, shards)
     walk.refuse_to_state(call)
     if shards.there or not call.kernels or options.check_inputs:
         tokens = call.tokens(check_values=options.check_inputs)
-    if not call.kernels:
-        rows, config = torch_rows.Rows(call.mine), call.config(tokens)
-        made = dense.dense_stats(OP, rows, options, shards, tokens, config, labels, call.class_weight)
-        return dense.outputs_of(call, made, tokens)
-    if not call.runs_kernels:  # a rank without columns tells the others the same
-        given = replace(options, label_smoothing=0.0), tokens, call.config(tokens), labels, part
-        return dense.combined(OP, call, dense.dense_sums(torch_rows.Rows(call.mine), *given), tokens)
+    if not call.runs_kernels:
+        return dense.statistics(OP, call, torch_rows.Rows(call.mine), tokens, call.config(tokens))
     if options.scratch_bytes is not None:
         call.config()
     options, factor = dense.for_kernels(options, shards, forward=True)
     out = LossOutputs.empty(call, call.logits, kernels=True, reduced=False)
     if call.number > 0:
+        part = parallel.class_weight_of_shard(call.class_weight, shards)
         launch_soft("soft_losses", call.mine, labels, None, tau, options, part, **out.of_labels)
     if not shards.there:
         return out._replace(loss=stated_on(call, reduced_of_all, out.loss))

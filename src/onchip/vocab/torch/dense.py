@@ -40,16 +40,15 @@ def outputs_of(call: Any, made: LossOutputs, tokens: Tokens) -> LossOutputs:
     return LossOutputs(reduced(call.options, made.loss * tokens.weight, tokens, shape), *by_token)
 
 
-def statistics(op: str, call: Any, tokens: Tokens) -> LossOutputs:
-    """What a layer's operator returns."""
-    mine = local(call)
-    config = mine.plan("stash", tokens)
+def statistics(op: str, call: Any, source: Any, tokens: Tokens, config: ChunkConfig) -> LossOutputs:
+    """What an operator returns, for logits from this rank's `source`, on PyTorch's operations."""
+    options, shards, probs = call.options, call.shards, call.labels
+    probs = probs[..., : shards.rows] if shards.there else probs
     if call.kernels:  # other ranks run them, and this one has no entries
-        options = replace(call.options, label_smoothing=0.0)
-        sums = dense_sums(mine.layer, options, tokens, config, mine.labels, None)
-        return combined(op, call, sums, tokens)._replace(largest=torch.zeros_like(call.ids))
-    given = tokens, config, mine.labels, call.class_weight
-    return outputs_of(call, dense_stats(op, mine.layer, call.options, call.shards, *given), tokens)
+        sums = dense_sums(source, replace(options, label_smoothing=0.0), tokens, config, probs, None)
+        return combined(op, call, sums, tokens)
+    made = dense_stats(op, source, options, shards, tokens, config, probs, call.class_weight)
+    return outputs_of(call, made, tokens)
 
 
 def local(call: Any) -> Any:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.vocab.torch import dense, walk
+from onchip.vocab.torch import dense, parallel, walk
 from onchip.vocab.torch.agreement import require_agreement
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import LossOutputs, asked_by, gradient_of_loss
@@ -140,7 +141,9 @@ def _forward(loss: TorchLoss, call: Any) -> LossMade[Any, Any]:
         check_ranks(loss, call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     if call.dense:
-        return LossMade(dense.statistics(loss.op, call, tokens), Nothing())
+        mine = parallel.local(call)
+        out = dense.statistics(loss.op, call, mine.layer, tokens, mine.plan("stash", tokens))
+        return LossMade(out._replace(largest=torch.zeros_like(call.ids)) if call.kernels else out, Nothing())
     stats = walk.statistics(loss.op, call, tokens, loss.asked(call))
     return LossMade(loss.of_stats(call, stats, tokens), Nothing())
 
