@@ -1,8 +1,9 @@
 """Cross-entropy with a label for every entry of the vocabulary, by the formulas in `vocab.loss`.
 
-Rows of the whole vocabulary are taken, a chunk of tokens at a time.  If the vocabulary is sharded over ranks, each has
-the labels for its shard.  With the names of `parallel` and a token's labels q, Q_r being their sum over shard r, what
-each rank knows about its own shard's softmax adds up to
+Forward takes rows of the whole vocabulary, a chunk of tokens at a time.  `gradient` has the labels as a field, with
+which the walks of ids make the gradients.  If the vocabulary is sharded over ranks, each has the labels for its shard.
+With the names of `parallel` and a token's labels q, Q_r being their sum over shard r, what each rank knows about its
+own shard's softmax adds up to
 
     sum_v q_v log p_v = sum_r (sum_v q_v log p_v^(r) + Q_r log(w_r)),    sum_v q_v = sum_r Q_r
 
