@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from emulated import emulating
+from onchip.attention.masks import bounded
 from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton import launches
 from onchip.attention.triton.problem import TILE, entries_of, key_tile, tiles_of
 from onchip.masks import Causal, Full, Window
 from onchip.ops.attention import reference
 from onchip.ops.attention.cases import KINDS, Drawn
-from onchip.ops.attention.torch_op import _line
 
 TOKENS, HALF = 300, TILE // 2
 # Starts or ends of which fall from one query to the next.
@@ -47,22 +47,26 @@ BANDS = [Causal(offset) for offset in BOUNDS[1:]] + [
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (1, 1), (5, 9), (9, 4), (6, 0)])
-def test_a_mask_by_name_is_one_row_of_numbers(queries, keys):
-    """One row in which starts and ends lie, both at multiples of 16 bytes, sees what the lowered mask sees."""
-    as_rows = 0
+def test_a_band_is_two_numbers(queries, keys):
     for mask in BANDS:
-        if (line := _line(mask, queries, keys)) is not None:
-            first, gap = line
-            row = torch.arange(first, first + gap + queries, dtype=torch.int32)
-            low = mask.lower(1, queries, keys, torch.zeros(1))
-            right, made = (
-                reference.dense(start.expand(1, queries), end.expand(1, queries), None, keys)
-                for start, end in ((low.start, low.end), (row[:queries][None], row[gap:][None]))
-            )
-            assert np.array_equal(right, made), mask
-            assert gap % 4 == 0
-            as_rows += 1
-    assert as_rows > len(BANDS) / 2
+        low, at = mask.lower(1, queries, keys, torch.zeros(1)), torch.arange(queries)
+        assert all(abs(n) <= 2**30 for n in bounded(mask.band()))
+        for n, right in zip(bounded(mask.band()), (low.start, low.end), strict=True):
+            assert torch.equal((n + at).clip(0, keys), right[0].long()), mask
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(-3), Window(70, 2, 9), Window(FAR, -FAR, FAR), Window(-FAR, FAR)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (130, 300)])
+def test_a_band_is_written_as_it_is_lowered(mask, queries, keys):
+    p, low = AttentionProblem(1, queries, keys, 1, 1, 64, 64), mask.lower(1, queries, keys, torch.zeros(1))
+    made = []
+    for start, end, band in ((low.start, low.end, ()), (None, None, bounded(mask.band()))):
+        start, end = (torch.full((1, queries), -7, dtype=torch.int32) if x is None else x for x in (start, end))
+        table, counter = (torch.full(n, -7, dtype=torch.int32) for n in ((1, entries_of(queries), 8), (1,)))
+        with emulating():
+            launches.query_table(p, launches.Masked(start, end, None, table, None), counter, band).run()
+        made.append((start, end, table, counter))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
 def tables(kind):

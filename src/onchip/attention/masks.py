@@ -82,7 +82,7 @@ class MaskSizes(NamedTuple):
 
     def rows_from(self, first: int) -> Array:
         """[1, Tq] int32: each query's position plus `first`."""
-        return self.of.positions(self.like, self.queries, max(-_FAR, min(first, _FAR)))[None]
+        return self.of.positions(self.like, self.queries, _bounded(first))[None]
 
     def all_rows(self, value: int) -> Array:
         """[1, Tq] int32: the same value for each query."""
@@ -384,6 +384,18 @@ class Blocked(Mask):
 MASKS = (Full, Causal, Window, Documents, Chunked, PrefixLM, Blocks, Tree, Blocked, Intervals, Both)
 STATIC = ("offset", "left", "right", "size", "padding", "tile")
 """Names of the fields that are plain integers."""
+
+
+def bounded(band: Band | None) -> tuple[int, ...]:
+    """Its start and end as numbers that see the same, and to which a position can be added in 32 bits; or none."""
+    if band is None:
+        return ()
+    start, end = band
+    return -_FAR if start is None else _bounded(start), _FAR if end is None else _bounded(end)
+
+
+def _bounded(first: int) -> int:
+    return max(-_FAR, min(first, _FAR))
 
 
 def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:

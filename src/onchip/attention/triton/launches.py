@@ -3,6 +3,7 @@
 A `Launch` is run, or compiled ahead of time.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -96,13 +97,15 @@ class Walk(NamedTuple):
         }  # fmt: skip
 
 
-def query_table(p: AttentionProblem, m: Masked, counter: Tensor) -> Launch:
-    """Find the ranges of query tiles, and set forward's counter of tiles, [1] int32, to 0."""
+def query_table(p: AttentionProblem, m: Masked, counter: Tensor, band: Sequence[int] = ()) -> Launch:
+    """Find the ranges of query tiles, and set forward's counter of tiles, [1] int32, to 0.  Of a band, query 0's start
+    and end, write the mask's start and end first.
+    """
     sequences, entries = m.table.shape[:2]
     programs = entries if m.stops is None else max(entries, m.stops.shape[1])
     arguments = {
-        **m._asdict(), "counter": counter, "queries": p.queries, "keys": p.keys, "entries": entries, "ROWS": HALF,
-        "KEYS": TILE,
+        **m._asdict(), "counter": counter, **dict(zip(("first", "last"), band or (0, 0), strict=True)),
+        "queries": p.queries, "keys": p.keys, "entries": entries, "ROWS": HALF, "KEYS": TILE, "BAND": bool(band),
     }  # fmt: skip
     return Launch(tables.query_table, (programs, sequences), arguments)
 

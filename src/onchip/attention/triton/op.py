@@ -25,9 +25,10 @@ class KernelCall(NamedTuple):
     cast_q: Tensor  # q, k and v in the products' dtype, which under autocast isn't their own
     cast_k: Tensor
     cast_v: Tensor
-    start: Tensor  # [B or 1, Tq] int32, contiguous, like end
-    end: Tensor
+    start: Tensor | None  # [B or 1, Tq] int32, contiguous, like end; None: a band
+    end: Tensor | None
     stop: Tensor | None  # [B or 1, Tk] int32
+    band: tuple[int, ...]  # query 0's start and end, each query's lying one key after those before; or none
     whole: bool  # as `masks.is_whole` says of the mask
     scale: float
     problem: AttentionProblem
@@ -50,8 +51,8 @@ class KernelKept(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None
-    start: Tensor
-    end: Tensor
+    start: Tensor | None
+    end: Tensor | None
     stop: Tensor | None
     out: Tensor
     lse: Tensor | None
@@ -98,21 +99,31 @@ def _fake(call: KernelCall) -> KernelOutputs:
     if call.options.return_lse:
         lse = stated.empty((p.batch, p.heads, p.queries), torch.float32, q.device)
         lse = lse.transpose(1, 2) if call.options.layout == "bthd" else lse
-    numbers = problem.held_numbers(p, call.start.shape[0], stop=call.stop is not None, lse=lse is None)
-    held = stated.empty(sum(numbers), torch.int32, q.device)
+    held = stated.empty(sum(_held_numbers(call, lse)), torch.int32, q.device)
     return KernelOutputs(stated.empty((*q.shape[:-1], p.value_size), q.dtype, q.device), lse, held)
+
+
+def _sequences(x: KernelCall | KernelKept) -> int:
+    """How many sequences have ranges of their own."""
+    return 1 if x.start is None else x.start.shape[0]
+
+
+def _held_numbers(x: KernelCall | KernelKept, lse: Tensor | None) -> list[int]:
+    how = {"stop": x.stop is not None, "lse": lse is None, "band": x.start is None}
+    return problem.held_numbers(x.problem, _sequences(x), **how)
 
 
 def _held(x: KernelCall | KernelKept, lse: Tensor | None, held: Tensor) -> tuple[Any, Tensor, Tensor]:
     """The mask with its tables, lse, and forward's counter."""
     from onchip.attention.triton import launches
 
-    p, sequences, stop = x.problem, x.start.shape[0], x.stop is not None
-    counter, ranges, of_stops, of_lse = held.split(problem.held_numbers(p, sequences, stop=stop, lse=lse is None))
+    p, sequences = x.problem, _sequences(x)
+    counter, ranges, of_stops, of_lse, *band = held.split(_held_numbers(x, lse))
     entries, tiles = problem.entries_of(p.queries), problem.tiles_of(p.keys)
     table = ranges[: sequences * entries * 8].view(sequences, entries, 8)
-    stops = of_stops[: sequences * tiles * 2].view(sequences, tiles, 2) if stop else None
-    mask = launches.Masked(x.start, x.end, x.stop, table, stops)
+    stops = None if x.stop is None else of_stops[: sequences * tiles * 2].view(sequences, tiles, 2)
+    start, end = [n[: p.queries][None] for n in band] if x.start is None else (x.start, x.end)
+    mask = launches.Masked(start, end, x.stop, table, stops)
     return mask, of_lse.view(torch.float32) if lse is None else lse, counter
 
 
@@ -121,7 +132,7 @@ def _forward(call: KernelCall) -> KernelOutputs:
 
     made, p, options = _fake(call), call.problem, call.options
     mask, lse, counter = _held(call, made.lse, made.held)
-    launches.query_table(p, mask, counter).run()
+    launches.query_table(p, mask, counter, call.band).run()
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
     walk = launches.Walk(p, q, k, v, mask, call.scale, options.softcap)
     _kernels(q).forward(walk, call.sinks, out, lse, counter).run()
@@ -186,7 +197,7 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
 
 def _is_fused(kept: KernelKept, wanted: Wanted) -> bool:
     """Whether one kernel makes the gradients of q, k and v."""
-    bound, sequences = kept.options.scratch_bytes, kept.start.shape[0]
+    bound, sequences = kept.options.scratch_bytes, _sequences(kept)
     stop = kept.stop is not None
     how = {"stop": stop, "sinks": wanted[3], "whole": kept.whole}
     suits = problem.is_fused(kept.problem, sequences, bound, wanted, **how)

@@ -125,13 +125,14 @@ def sums_of(p: AttentionProblem) -> tuple[int, int]:
     return p.batch * p.heads * entries_of(p.queries) * sum_parts(p) * SUM_ROWS, SUM_COLUMNS
 
 
-def held_numbers(p: AttentionProblem, sequences: int, *, stop: bool, lse: bool) -> list[int]:
+def held_numbers(p: AttentionProblem, sequences: int, *, stop: bool, lse: bool, band: bool = False) -> list[int]:
     """How many numbers of 4 bytes lie one after the other in what forward leaves beside its results, each part in lines
     of its own: forward's counter of tiles, each query tile's ranges of keys [sequences, entries, 8], each key tile's
-    least and largest stop [sequences, tiles, 2], and each query's lse [B, Hq, Tq].
+    least and largest stop [sequences, tiles, 2], each query's lse [B, Hq, Tq], and, of a band, starts and ends [Tq].
     """
     ranges, stops = 8 * sequences * entries_of(p.queries), stop * 2 * sequences * tiles_of(p.keys)
-    return [-(-n // _LINE) * _LINE for n in (1, ranges, stops, lse * p.batch * p.heads * p.queries)]
+    parts = 1, ranges, stops, lse * p.batch * p.heads * p.queries, band * p.queries, band * p.queries
+    return [-(-n // _LINE) * _LINE for n in parts]
 
 
 def memory_parts(
@@ -142,7 +143,7 @@ def memory_parts(
     """
     planes = p.batch * p.heads
     kept = "kept until backward: " if backward else ""
-    counter, of_tiles, of_stops, of_lse = held_numbers(p, sequences, stop=True, lse=True)
+    counter, of_tiles, of_stops, of_lse, *_ = held_numbers(p, sequences, stop=True, lse=True)
     parts = {
         f"{kept}lse": 4 * of_lse,
         f"{kept}ranges of keys": 4 * (of_tiles + of_stops),

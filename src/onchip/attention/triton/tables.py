@@ -9,18 +9,21 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "entries"])
+@triton.jit(do_not_specialize=["first", "last", "queries", "keys", "entries"])
 def query_table(
-    start, end, stop, table, stops, counter, queries, keys, entries, ROWS: tl.constexpr, KEYS: tl.constexpr
+    start, end, stop, table, stops, counter, first, last, queries, keys, entries, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """With a `stop`, of blocks of keys the least and the largest of it too, [B or 1, blocks, 2].  The counter by which
-    forward deals out tiles begins at 0.
+    forward deals out tiles begins at 0.  Of a BAND starts and ends are written, not read: query 0's are `first` and
+    `last`, and each query's lie one key after those of the query before.
     """
     t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if t + b == 0:
         tl.store(counter, 0)
     if t < entries:
-        _query_entry(start, end, table + (b * entries + t) * 8, t, b, queries, keys, ROWS, KEYS)
+        into = table + (b * entries + t) * 8
+        _query_entry(start, end, into, t, b, first, last, queries, keys, ROWS, KEYS, BAND)
     if stop is not None:
         j = t * KEYS + tl.arange(0, KEYS)
         if t * KEYS < keys:
@@ -31,12 +34,19 @@ def query_table(
 
 
 @triton.jit
-def _query_entry(start, end, into, t, b, queries, keys, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def _query_entry(
+    start, end, into, t, b, first, last, queries, keys, ROWS: tl.constexpr, KEYS: tl.constexpr, BAND: tl.constexpr
+):  # fmt: skip
     row = t * ROWS + tl.arange(0, ROWS)
     inside = row < queries
     at = b * queries + row
-    s = tl.maximum(tl.load(start + at, mask=inside, other=0), 0)
-    e = tl.minimum(tl.load(end + at, mask=inside, other=0), keys)
+    if BAND:
+        s, e = tl.minimum(tl.maximum(first + row, 0), keys), tl.minimum(tl.maximum(last + row, 0), keys)
+        tl.store(start + at, s, mask=inside)
+        tl.store(end + at, e, mask=inside)
+    else:
+        s = tl.maximum(tl.load(start + at, mask=inside, other=0), 0)
+        e = tl.minimum(tl.load(end + at, mask=inside, other=0), keys)
     sees = inside & (s < e)
     least, most = tl.min(tl.where(sees, s, keys), 0), tl.max(tl.where(sees, e, 0), 0)
     # A row past the last one bounds nothing.

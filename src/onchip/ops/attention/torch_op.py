@@ -16,6 +16,7 @@ from onchip.attention.masks import (
     Causal,
     Intervals,
     Mask,
+    bounded,
     check_mask,
     check_mask_values,
     is_whole,
@@ -203,48 +204,23 @@ def _by_kernels(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out and, if it is returned, lse by the kernels."""
     q, k, v = given
-    if torch.compiler.is_compiling():
+    start, end, stop = None, None, None
+    band = bounded(mask.band())
+    if not band and torch.compiler.is_compiling():
         start, end, stop = _as_kernels_read(mask.ranges(p.batch, p.queries, p.keys, q))
-    else:
+    elif not band:
         tensors = mask_arrays(mask)
         _check_devices(q, tensors)
-        line = _line(mask, p.queries, p.keys)
         if isinstance(mask, Intervals) and _is_read_by_kernels(mask, p):
             start, end, stop = mask.start, mask.end, mask.stop
-        elif line is not None:
-            first, gap = line
-            numbers = stated.call(torch.arange, first, first + gap + p.queries, dtype=torch.int32, device=q.device)
-            start, end = (numbers.as_strided((1, p.queries), (p.queries, 1), at) for at in (0, gap))
-            stop = None
         else:
             start, end, stop = stated.call(partial(_lowered, with_arrays(mask, repeat(...)), p), q, *tensors)
     cast = [x if x.dtype == dtype else stated.call(_cast, x, dtype) for x in given]
     call = kernels.KernelCall(
-        q, k, v, sinks, cast[0], cast[1], cast[2], start, end, stop, is_whole(mask), scale, p, options, grads
+        q, k, v, sinks, cast[0], cast[1], cast[2], start, end, stop, band, is_whole(mask), scale, p, options, grads
     )  # fmt: skip
     made = kernels.ATTENTION(call)
     return made.out, made.lse
-
-
-def _line(mask: Mask, queries: int, keys: int) -> tuple[int, int] | None:
-    """Query 0's start, and how far from there its end is, where each query's lie one key after those of the query
-    before: then one row of numbers has both, each at a multiple of 16 bytes.  None: it doesn't.
-    """
-    band = mask.band()
-    if band is None or queries + keys > 2**31 - 8:
-        return None
-    start, end = band
-    start = start if start is None else min(start, keys)  # from there on none is seen, however far it is
-    end = end if end is None else max(end, 1 - queries)
-    if start is None or start < 1 - queries:  # of no query above 0
-        start = 1 - queries if end is None or end >= keys else end - _up(end + queries - 1)
-    gap = _up(keys - start) if end is None or end > keys else end - start
-    return (start, gap) if gap >= 0 and gap % 4 == 0 else None
-
-
-def _up(n: int) -> int:
-    """The multiple of 4 that is n or the next above it; 0 for less than that."""
-    return 4 * max(0, -(-n // 4))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
