@@ -11,6 +11,7 @@ import torch
 from emulated import emulating
 from onchip.attention.masks import bounded
 from onchip.attention.problem import AttentionProblem
+from onchip.attention.torch import arrays
 from onchip.attention.triton import launches
 from onchip.attention.triton.problem import TILE, entries_of, key_tile, tiles_of
 from onchip.masks import Causal, Full, Window
@@ -121,3 +122,19 @@ def test_tables(kind):
         if mask.stops is not None:
             parts = [mask.stop[b, n * TILE : (n + 1) * TILE] for n in range(tiles_of(TOKENS))]
             assert mask.stops[b].tolist() == [[int(x.min()), int(x.max())] for x in parts]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 257])
+def test_runs(rows, tokens):
+    """Of one token, of all, and any others, in rows that end and begin with the same id or not."""
+    ids = torch.randint(2, (rows, tokens)).cumsum(-1)
+    for x in (ids, ids * 0, torch.arange(tokens).expand(rows, -1), ids.flip(-1) << 33):
+        start, end = arrays.KNOWN["torch"].runs(x)
+        assert start.dtype == end.dtype == torch.int32
+        for b, row in enumerate(x.tolist()):
+            for i, (s, e) in enumerate(zip(start[b].tolist(), end[b].tolist(), strict=True)):
+                assert s <= i < e
+                assert set(row[s:e]) == {row[i]}
+                assert s == 0 or row[s - 1] != row[i]
+                assert e == tokens or row[e] != row[i]

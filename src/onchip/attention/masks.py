@@ -42,10 +42,11 @@ class MaskArrays(NamedTuple):
     """`constants(like, n, value)`: [n] int32, all of them `value`, on the device of `like`."""
     integers: Callable[[Array], Array]
     """The same in int32."""
-    running_max: Callable[[Array], Array]
-    """Along the last dimension, from its start."""
-    running_min: Callable[[Array], Array]
-    """Along the last dimension, from its end."""
+    numbers: Callable[[Array, int], Array]
+    """`numbers(ids, step)`, [B, T] or [T]: int32 that grow in a row, from one token to the next, where the next one's
+    id isn't the token's own plus `step`, and nowhere else."""
+    runs: Callable[[Array], tuple[Array, Array]]
+    """`runs(ids)`, [B, T]: where each token's run of equal ids starts and ends in its row, int32."""
     count_not_above: Callable[[Array, Array], Array]
     """`count_not_above(x, y)`, x [B, N] that never falls, y [B, M]: how many of a row's x are at most y, int32."""
     values: Callable[[Array], Any]
@@ -254,9 +255,7 @@ class Documents(Mask):
     @staticmethod
     def from_position_ids(position_ids: Array) -> "Documents":  # [B, T] or [T]
         """Documents that begin where a position isn't one more than the one before."""
-        of = arrays_of(position_ids)
-        begins = _begins(of, position_ids, position_ids[..., 1:] != position_ids[..., :-1] + 1)
-        return Documents(of.integers(begins.cumsum(-1)))
+        return Documents(arrays_of(position_ids).numbers(position_ids, 1))
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Array, tokens: int) -> "Documents":  # [N + 1]
@@ -279,7 +278,7 @@ class Documents(Mask):
     def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("Documents")
         of, ids = sizes.of, sizes.given("Documents.ids", self.ids, sizes.keys)
-        start, end = _runs(of, _begins(of, ids, ids[..., 1:] != ids[..., :-1]))
+        start, end = of.runs(ids)
         if self.padding is not None:
             end = of.xp.where(ids == self.padding, start, end)
         return Intervals(start, end)
@@ -344,8 +343,7 @@ class Blocks(Mask):
     def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("Blocks")
         of, ids = sizes.of, sizes.given("Blocks.ids", self.ids, sizes.keys)
-        begins = _begins(of, ids, (ids[..., 1:] != ids[..., :-1]) | (ids[..., 1:] < 0))
-        _, end = _runs(of, begins)
+        _, end = of.runs(of.xp.where(ids < 0, sizes.rows_from(-sizes.keys), ids))
         return Intervals(end * 0, end)
 
 
@@ -499,18 +497,3 @@ def check_mask_values(mask: Mask) -> None:
                     "them, or give each run its own id"
                 )
             known.add(x)
-
-
-def _begins(of: MaskArrays, ids: Array, others: Array) -> Array:
-    """[..., T] bool: whether a run begins, given whether one does at each of the `others`, the tokens but the first."""
-    return of.xp.concatenate([ids[..., :1] == ids[..., :1], others], -1)
-
-
-def _runs(of: MaskArrays, begins: Array) -> tuple[Array, Array]:
-    """[..., T] int32: where each token's run starts and ends, given where runs begin."""
-    tokens = begins.shape[-1]
-    at = of.positions(begins, tokens, 0)
-    start = of.running_max(of.xp.where(begins, at, 0))
-    following = of.xp.where(begins, at, tokens)
-    end = of.running_min(of.xp.concatenate([following[..., 1:], following[..., :1] * 0 + tokens], -1))
-    return of.integers(start), of.integers(end)
