@@ -229,4 +229,5 @@ def nearly_equal(beta: float) -> list[float]:
 
     # Of an odd degree: the nodes keep away from 0.
     fit = np.polynomial.Chebyshev.interpolate(ratio, 5, domain=[-NEAR, NEAR])
-    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
+    # As many digits as float32 has: the last ones of a float64 depend on the CPU, and they are constants of kernels.
+    return [float(f"{c:.8g}") for c in fit.convert(kind=np.polynomial.Polynomial).coef]
