@@ -74,6 +74,7 @@ class Costs:
         self.accumulate = 1e-9 * rates.accumulate * sum_bytes(p) if p.grad_weight else 0.0
         self.token = self.product + 1e-9 * p.vocab * rates.softmax
         self.least_hidden = up(p.hidden, 128) / max(1, p.hidden)  # of what hidden's gradient takes, over its product
+        self.least_weight = self.product * self.padding if p.grad_weight else 0.0  # of a token
 
     def alone(self, tokens: int, token_chunk: int) -> float:
         """Without gradients."""

@@ -60,9 +60,16 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
     if holds:
         # All in scratch: the weight's gradient in one launch.
         made.try_kept((0, made.rows), columns, columns, halves=False)
-    some = made.keep()
-    if auto and p.tokens and may_run_in_forward(p):
+    forward = auto and p.tokens > 0 and may_run_in_forward(p)
+    # What is likely to be best comes first, since it bounds the others; what is found doesn't depend on that.
+    many = made.rows > made.sizes.capacity
+    if forward and many:
         made.in_forward()
+    some = made.keep()
+    if forward and not many:
+        made.in_forward()
+    if forward:
+        made.longer_first()
     made.keep_some(some)
     # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
     made.keep_alike(kept)
@@ -83,6 +90,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         self.halves = (False, True) if p.grad_hidden else (False,)
         self.known: dict[tuple[int, bool], BesideCuts] = {}
         self.kept_bound = self.costs.kept_bound(p.tokens)
+        self.least_weight = self.costs.least_weight * p.tokens
         # Of `what_fits`: what is kept at least, and how much more; beside that, and bytes of a token that is.
         self.kept = (min(self.rows, self.sizes.capacity), 0) if most else kept
         self.more, self.by_vocab = self.rows - self.kept[0] if most else 0, TOKEN_TILE * self.sizes.element
@@ -164,7 +172,10 @@ class TritonSearch(Fastest[dict[str, Any]]):
         go with it.
         """
         some, soonest = [], [math.inf, math.inf]
-        _, each, launches, added = self.kept_bound
+        time, each, launches, added = self.kept_bound
+        least = time - launches + self.least_again(0) * each + self.least_weight
+        if least > LEAST * self.bound:
+            return []
         for of_token, of_launches, late, weight, sizes in _cuts(self.costs):
             time = self.tokens * of_token + of_launches
             if time >= MUCH_LONGER * soonest[late]:
@@ -216,7 +227,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         time, each, launches, added = self.kept_bound
         again = max(0, self.tokens - sum(kept))
         bound, more = time + again * each, launches + again * added
-        if bound > self.bound:
+        if bound + self.least_weight > LEAST * self.bound:
             return
         for halves in self.halves:
             sizes = self.sizes.kept(self.tokens, *kept, halves=halves)
@@ -241,7 +252,10 @@ class TritonSearch(Fastest[dict[str, Any]]):
     def in_forward(self) -> None:
         """Try chunks of tokens: even ones, from the fewest that fit on; the largest; and some that fill whole waves."""
         p, sizes, rows = self.problem, self.sizes, self.rows
-        fixed = sizes.of_tokens(self.tokens, sorted_by_target=True) + hidden_digits(p) + sizes.sum_in_scratch
+        bound, more = self.costs.in_forward_bound(self.tokens)
+        if bound + more * p.grad_weight > LEAST * self.bound:  # there are several chunks, if there is a sum
+            return
+        fixed = self.fixed_in_forward
         room = self.budget - fixed
 
         fits = largest(lambda size: sizes.even_chunk(min(size, p.tokens)) <= room, TOKEN_TILE, rows, TOKEN_TILE)
@@ -251,21 +265,27 @@ class TritonSearch(Fastest[dict[str, Any]]):
         tried |= {fits - n * TOKEN_TILE for n in range(8)}
         # One chunk needs no sum: its exponentials may as well be kept.  And small ones don't pay for adding.
         least, most = (SMALLEST_SUMMED, rows - TOKEN_TILE) if p.grad_weight else (TOKEN_TILE, rows)
-        bound, more = self.costs.in_forward_bound(self.tokens)
         for size in sorted((x for x in tried if least <= x <= most), reverse=True):
             if bound + more * (-(-self.tokens // size) - 1) > self.bound:
                 break
             if (chunk := sizes.even_chunk(min(size, p.tokens))) <= room:
                 cost = self.costs.in_forward(self.tokens, size)
                 self.add(cost, (False, fixed + chunk, cost, 1, size), {"token_chunk": size, "in_forward": True})
-        if p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype:
-            self.longer_first(fixed)
 
-    def longer_first(self, fixed: int) -> None:
+    @property
+    def fixed_in_forward(self) -> int:
+        """Bytes beside the chunks, where forward computes the gradients."""
+        vectors = self.sizes.of_tokens(self.tokens, sorted_by_target=True)
+        return vectors + hidden_digits(self.problem) + self.sizes.sum_in_scratch
+
+    def longer_first(self) -> None:
         """Try chunks of tokens of which the first has as many more as make the others even."""
-        costs, sizes, listed = self.costs, self.sizes, []
-        rows, room, capacity = self.rows, self.budget - fixed, self.sizes.capacity
+        p, costs, sizes, listed = self.problem, self.costs, self.sizes, []
         bound, more = costs.in_forward_bound(self.tokens)
+        if not p.grad_weight or p.weight_grad_out or p.weight_dtype != p.dtype or bound + more > LEAST * self.bound:
+            return
+        fixed = self.fixed_in_forward
+        rows, room, capacity = self.rows, self.budget - fixed, self.sizes.capacity
         step = up(rows // 128, TOKEN_TILE)  # of any number of tokens as many sizes
         for weight in _filling_weights(self.problem.hidden):
             first_chunk, other_chunk = (
