@@ -266,8 +266,13 @@ class Operator(Generic[C, O]):
 
     def _link(self, kept: Made, outputs: Made) -> int | None:
         """The place of a kept tensor that is a differentiable output, and stays one: nobody may change it in place."""
-        ours = [x for x in outputs[: self.differentiable_outputs] if x is not None]
-        return next((i for i, x in enumerate(kept) if i not in self._consumed and any(x is y for y in ours)), None)
+        ours = outputs[: self.differentiable_outputs]
+        for i, x in enumerate(kept):
+            if x is not None and i not in self._consumed:
+                for y in ours:
+                    if x is y:
+                        return i
+        return None
 
     # What the registered operators run: the op's functions on unpacked arguments.
 

@@ -123,10 +123,9 @@ class Launch(NamedTuple):
         recall(self.kernel)
         return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
 
-    def _values(self, compiled: "_Compiled") -> list[Any]:
+    def _values(self, compiled: "_Compiled") -> Sequence[Any]:
         """The values of all arguments, in the order of the parameters."""
-        given, others = self.given, self.shared.arguments
-        return [given[name] if name in given else others[name] for name in compiled.names]
+        return compiled.arguments({**self.shared.arguments, **self.given})
 
     def _key(self, compiled: "_Compiled", device: int, values: Sequence[Any]) -> Any:
         """Everything that decides what is compiled."""
@@ -186,7 +185,7 @@ class _Compiled(NamedTuple):
     """A kernel's compiled variants, and functions that pick the values of some parameters from those of all."""
 
     kernel: Any  # kept, so that no other kernel gets its id
-    names: tuple[str, ...]
+    arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of all parameters, by their names
     variables: tuple[str, ...]  # names of the parameters whose values the compiler sees something of
     constants: Callable[[Sequence[Any]], tuple[Any, ...]]
     numbers: Callable[[Sequence[Any]], tuple[Any, ...]]  # of whose values it sees nothing
@@ -200,13 +199,13 @@ class _Compiled(NamedTuple):
             variables = [x.name for x in kernel.params if not (x.is_constexpr or x.do_not_specialize)]
             constants = _picker([i for i, x in enumerate(kernel.params) if x.is_constexpr])
             numbers = _picker([i for i, x in enumerate(kernel.params) if x.do_not_specialize and not x.is_constexpr])
-            known = _Compiled(kernel, tuple(kernel.arg_names), tuple(variables), constants, numbers, {}, {})
+            known = _Compiled(kernel, _picker(kernel.arg_names), tuple(variables), constants, numbers, {}, {})
             _COMPILED[id(kernel)] = known
         return known
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
+def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return itemgetter(*keys) if len(keys) > 1 else lambda values: tuple([values[i] for i in keys])
 
 
 _COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of its source
