@@ -16,6 +16,8 @@ import torch
 import onchip.jax
 import onchip.torch
 from onchip.frontend.options import _NUMBERS
+from onchip.frontend.torch_inputs import options_of
+from onchip.ops.cross_entropy import CrossEntropyOptions
 from shared import assert_refused
 
 rng = np.random.default_rng(0)
@@ -77,3 +79,13 @@ def test_options_are_refused_as_the_specification_says(framework, op):
     assert wrong
     for name, value, kind, message in wrong:
         assert_refused(op, lambda name=name, x=value: function(**given, **{name: x}), kind, message)
+
+
+def test_options_that_were_checked_are_checked_no_more_but_others_are():
+    made = options_of(CrossEntropyOptions, z_loss=1.0)
+    assert options_of(CrossEntropyOptions, z_loss=1.0) is made
+    assert options_of(CrossEntropyOptions, z_loss=0.5).z_loss == 0.5
+    assert options_of(CrossEntropyOptions, z_loss=1).z_loss == 1
+    for wrong in (True, [1.0], torch.ones(()), "1.0"):  # equal to it, without a hash, and others
+        with pytest.raises(TypeError, match="z_loss must be"):
+            options_of(CrossEntropyOptions, z_loss=wrong)

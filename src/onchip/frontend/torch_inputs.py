@@ -1,8 +1,9 @@
 """What PyTorch's public functions check first, without reading a tensor's values."""
 
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 )
 _STAND_INS = (FakeTensor, FunctionalTensor)
+Options = TypeVar("Options")
 _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
@@ -33,6 +35,22 @@ _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def options_of(kind: Callable[..., Options], **fields: Any) -> Options:
+    """`kind(**fields)`, options that are checked when they are made; equal ones of the same types are one object."""
+    if not torch.compiler.is_compiling():
+        try:
+            made: Options = _kept(kind, **fields)
+            return made
+        except TypeError:
+            pass  # a field has no hash, or is of a wrong type, of which the next line tells
+    return kind(**fields)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _kept(kind: Callable[..., Any], **fields: Any) -> Any:
+    return kind(**fields)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

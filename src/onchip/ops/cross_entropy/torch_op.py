@@ -27,6 +27,7 @@ from onchip.frontend.torch_inputs import (
     check_normalizer,
     choose_torch_backend,
     following,
+    options_of,
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, is_soft
@@ -188,7 +189,8 @@ def cross_entropy(
     shapes = shards.whole(shapes, tuple(by_entry), dim=-1) if shards.there else shapes
     topk.check_loss_shapes(OP, "target", shapes, "logits", soft=soft)
     check_class_weight(OP, tensors, "logits")
-    options = CrossEntropyOptions(
+    options = options_of(
+        CrossEntropyOptions,
         shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,

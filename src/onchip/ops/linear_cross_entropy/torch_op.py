@@ -35,6 +35,7 @@ from onchip.frontend.torch_inputs import (
     copied_rows,
     copied_weight,
     following,
+    options_of,
     product_dtype,
     sizes_are_symbols,
     temperature_tensor,
@@ -283,7 +284,8 @@ def linear_cross_entropy(
     topk.check_loss_shapes(OP, "target", shapes, "hidden", soft=soft)
     leading = shapes["hidden"][:-1]
     check_class_weight(OP, tensors, "weight")
-    options = LinearCrossEntropyOptions(
+    options = options_of(
+        LinearCrossEntropyOptions,
         shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,

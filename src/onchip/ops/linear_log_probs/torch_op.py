@@ -16,6 +16,7 @@ from onchip.frontend.torch_inputs import (
     copied_rows,
     copied_weight,
     following,
+    options_of,
     product_dtype,
     sizes_are_symbols,
     temperature_tensor,
@@ -192,7 +193,8 @@ def linear_log_probs(
     tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
     shapes = shapes_of(tensors)
     check_shapes(shards.whole(shapes, ("weight", "bias"), ("hidden",)) if shards.there else shapes)
-    options = LogProbsOptions(
+    options = options_of(
+        LogProbsOptions,
         shift=shift,
         ignore_index=ignore_index,
         softcap=softcap,
@@ -330,7 +332,8 @@ def log_probs(
     tensors = check_tensors(LOGITS_OP, logits=logits, ids=ids, temperature=token_temperature)
     shapes = shapes_of(tensors)
     check_logits_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1))
-    options = LogitsOptions(
+    options = options_of(
+        LogitsOptions,
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
