@@ -70,7 +70,7 @@ def main(ops):
         made = of(*args)
         assert made is not None
         *_, by_triton = [x for x in gpu.library.take() if x.kind == "launch"]
-        made.config.stream = gpu.stream
+        made.words[made.stream] = gpu.stream
         made.send()
         (by_us,) = [x for x in gpu.library.take() if x.kind == "launch"]
         assert by_us == by_triton, (made.name, by_us, by_triton)

@@ -70,7 +70,7 @@ def test_what_takes_a_call_down_is_gone_with_it(refused):
             [(SimpleNamespace(base=made, shape=made.shape), SimpleNamespace(put=None, word=None))],
             [],
         )
-        told.launch(SimpleNamespace(given=given, lock=None, config=None, words=None, send=None))
+        told.launch(SimpleNamespace(given=given, words=None, stream=None, send=None))
         told.derive(lambda address: (address, 8, None), [x], made, (8,))
         if refused:
             told.refuse("a reason")

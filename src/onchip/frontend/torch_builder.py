@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,7 @@ class Builder:
         self._shares: dict[int, tuple[int, int]] = {}  # of memory in another one: its place, and bytes before
         self._as_tensors: set[int] = set()
         self._operates = False
+        self._lock = Lock()  # which the thread holds that writes a launch's arguments and sends it
         self._derived: list[_Derived] = []
         self._conditions: dict[Callable[[], bool], None] = {}
         self._driver, index = _driver_of(self._device), self._device.index or 0
@@ -203,16 +205,7 @@ class Builder:
         if x.data_ptr() % ALIGNED:
             self.refuse("memory is not aligned as PyTorch's allocator does it")
         dtype, shape, strides, _ = self._memory[place].geometry
-        device = self._device
-
-        def step(at: Values, tensors: Values) -> None:
-            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            address = x.data_ptr()
-            if address & (ALIGNED - 1):  # of an allocator that isn't PyTorch's own
-                x = _aligned(x)
-                address = x.data_ptr()
-            tensors[place], at[place] = x, address
-
+        step = partial(_allocate, shape, strides, dtype, self._device, place)
         self._steps.append((lambda _: step, set(), place))
 
     def zero(self, x: Tensor) -> None:
@@ -230,8 +223,7 @@ class Builder:
         size, index = x.numel() * x.element_size(), self._device.index or 0
 
         def make(there: _There) -> Step:
-            here, before = there(place, more)
-            return lambda at, _: used.checked("zeros", index, used.fill, at[here] + before, 0, size, at[0])
+            return partial(_zero, used, index, size, *there(place, more))
 
         self._steps.append((make, uses, None))
 
@@ -288,7 +280,7 @@ class Builder:
                 if x is derived.rows:
                     uses.update(derived.uses)
                     objects.append((put, derived.known))
-        self._steps.append((partial(_sending, packed, addresses, objects, maps), uses, None))
+        self._steps.append((partial(_sending, self._lock, packed, addresses, objects, maps), uses, None))
 
     def derive(self, function: Callable[..., Any], pieces: Sequence[Tensor], matrix: Tensor, rows: Any) -> None:
         """State that `function` makes, from the addresses of these pieces, the address of `matrix`, its number of rows,
@@ -337,21 +329,16 @@ class Builder:
                 steps.append(make(self._there))
             gone = [i for i in sorted(uses - unneeded - kept) if last[i] == n and i > self._given]
             if gone:
-                steps.append(_freeing(gone))
+                steps.append(partial(_free, tuple(gone)))
         return Prepared(self._size, steps, places, self._operates, [*self._conditions], self._stream)
 
     def _share(self, small: Sequence[int], born: dict[int, int], last: dict[int, int]) -> Step:
         """Allocate all of this memory at once."""
         sizes, lives = [self._memory[i].storage_bytes for i in small], [(born[i], last[i]) for i in small]
         starts, size = placed(sizes, lives)
-        whole, device = self._new(), self._device
+        whole = self._new()
         self._shares = {place: (whole, start) for place, start in zip(small, starts, strict=True)}
-
-        def step(at: Values, tensors: Values) -> None:
-            tensors[whole] = x = torch.empty(size + ALIGNED, dtype=torch.uint8, device=device)
-            at[whole] = -(-x.data_ptr() // ALIGNED) * ALIGNED
-
-        return step
+        return partial(_allocate_bytes, size + ALIGNED, self._device, whole)
 
     def _there(self, place: int, more: int) -> tuple[int, int]:
         """Where memory is, `more` bytes further on, now that it is known which memory shares one allocation."""
@@ -432,37 +419,72 @@ class Builder:
 
 
 def _sending(
+    lock: Lock,
     packed: Any,
     addresses: list[tuple[int, int, int]],
     objects: list[tuple[Callable[[Any], None], int]],
     maps: list[tuple[Any, int, int, int | None]],
     there: "_There",
 ) -> Step:
-    """Sends the launch; values that haven't changed since the last time are not written again."""
-    # Tuples, which Python's collector need not look at again.
+    """The step that sends the launch."""
     to_write = tuple([(i, *there(place, more)) for i, place, more in addresses])
     to_make = tuple([(put, *there(place, more), rows) for put, place, more, rows in maps])
     to_put = tuple(objects)
     places = {place for _, place, *_ in (*to_write, *to_put, *to_make)}
     pick = itemgetter(0, *places | {rows for *_, rows in maps if rows is not None})
-    lock, config, words, send = packed.lock, packed.config, packed.words, packed.send
+    return partial(_send, lock, packed, pick, to_write, to_put, to_make)
 
-    def step(at: Values, _: Values) -> None:
-        given = pick(at)
-        with lock:
-            if given != packed.written:
-                packed.written = None
-                config.stream = at[0]
-                for i, place, more in to_write:
-                    words[i] = at[place] + more
-                for put, place in to_put:
-                    put(at[place])
-                for put, place, more, rows in to_make:
-                    put(at[place] + more, None if rows is None else at[rows])
-                packed.written = given
-            send()
 
-    return step
+# ------------------------------------------------------------------------------------------------------------- steps
+
+# Python's collector looks at all that a prepared call holds, again and again.  To it a function with what it encloses
+# is a dozen objects; a `partial` is two, and a tuple of numbers is none.
+
+
+def _allocate(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, place: int, at: Values,
+    tensors: Values,
+) -> None:  # fmt: skip
+    x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    address = x.data_ptr()
+    if address & (ALIGNED - 1):  # of an allocator that isn't PyTorch's own
+        x = _aligned(x)
+        address = x.data_ptr()
+    tensors[place], at[place] = x, address
+
+
+def _allocate_bytes(size: int, device: torch.device, place: int, at: Values, tensors: Values) -> None:
+    tensors[place] = x = torch.empty(size, dtype=torch.uint8, device=device)
+    at[place] = -(-x.data_ptr() // ALIGNED) * ALIGNED
+
+
+def _zero(used: Driver, index: int, size: int, place: int, more: int, at: Values, _: Values) -> None:
+    used.checked("zeros", index, used.fill, at[place] + more, 0, size, at[0])
+
+
+def _send(
+    lock: Lock, packed: Any, pick: Callable[[Values], Any], to_write: Sequence[tuple[int, int, int]],
+    to_put: Sequence[Any], to_make: Sequence[Any], at: Values, _: Values,
+) -> None:  # fmt: skip
+    """Send the launch; values that haven't changed since the last time are not written again."""
+    given = pick(at)
+    with lock:
+        if given != packed.written:
+            packed.written, words = None, packed.words
+            words[packed.stream] = at[0]
+            for i, place, more in to_write:
+                words[i] = at[place] + more
+            for put, place in to_put:
+                put(at[place])
+            for put, place, more, rows in to_make:
+                put(at[place] + more, None if rows is None else at[rows])
+            packed.written = given
+        packed.send()
+
+
+def _free(places: Sequence[int], _: Values, tensors: Values) -> None:
+    for place in places:
+        tensors[place] = None
 
 
 def _tensors_of(made: Any) -> list[Tensor | None]:
@@ -495,14 +517,6 @@ def placed(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list
             at[i] = max(at[i], -(-end // ALIGNED) * ALIGNED)
         placed.append(i)
     return at, max((a + size for a, size in zip(at, sizes, strict=True)), default=0)
-
-
-def _freeing(places: Sequence[int]) -> Step:
-    def step(_: Values, tensors: Values) -> None:
-        for place in places:
-            tensors[place] = None
-
-    return step
 
 
 def _aligned(x: Tensor) -> Tensor:

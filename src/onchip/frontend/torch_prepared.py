@@ -144,6 +144,11 @@ def is_shared(kind: Hashable) -> bool:
     return isinstance(kind, _Shared)
 
 
+def _of_tuples(kind: Hashable) -> Hashable:
+    """The same key made of tuples alone.  Python's collector passes those of plain values over, but no torch.Size."""
+    return tuple([_of_tuples(x) for x in kind]) if isinstance(kind, tuple) else kind
+
+
 class Known:
     """What is known about a function's calls, by their kind, for any number of threads."""
 
@@ -171,6 +176,7 @@ class Known:
         """Note that there was a call of this kind, or the result of stating it; forget the oldest if there are too
         many.
         """
+        kind = _of_tuples(kind)
         with self._lock:
             self._known[kind] = what
             while len(self._known) > MOST_KINDS:

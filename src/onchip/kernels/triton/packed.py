@@ -7,7 +7,6 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,6 +29,7 @@ _TRIED = 0x2AAA_AAAA_AAA0, 0x5555_5555_5550
 _MENDED, _SMALL = 13010, 128 * 1024
 # Options of a launch that only Triton's launcher knows how to make.
 _UNKNOWN = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+_CONFIG = -(-ctypes.sizeof(LaunchConfig) // 8)  # words of how to launch
 # A descriptor's metadata: the entries that are used here, and those that may be there too.
 _KNOWN_OF_MAP, _UNKNOWN_OF_MAP = {"elem_size", "elem_type", "swizzle", "block_size"}, ("fp4_padded", "is_im2col")
 
@@ -150,15 +150,17 @@ class Changing(NamedTuple):
 
 
 class Packed:
-    """The arguments of a kernel's launch in memory.  One thread at a time holds its `lock`, writes and sends.
+    """A kernel's launch in memory.  One thread at a time writes and sends.
 
-    `words` are 8 bytes each.  `written` is for the caller, who remembers there what it wrote, and `given` says where to
-    write.
+    The memory is `words` of 8 bytes each, of which one is the `stream`.  `written` is for the caller, who remembers
+    there what it wrote, and `given` says where to write.
     """
 
     def __init__(self, used: Driver, compiled: Any, layout: _Layout, grid: Sequence[int], values: Any, device: int):
-        self.memory = ctypes.create_string_buffer(layout.size + 2 * _MAP)
-        address = ctypes.addressof(self.memory)
+        # Before the arguments what aligns them, after them their addresses, and how to launch.
+        size, count = -(-layout.size // 8), len(layout.offsets)
+        self.words = (ctypes.c_uint64 * -(-(_MAP // 8 + size + count + _CONFIG) // 32 * 32))()
+        address = ctypes.addressof(self.words)
         base = -(-address // _MAP) * _MAP
         self.start, self.layout = base - address, layout
         self.given = Changing([], [], [])
@@ -166,21 +168,20 @@ class Packed:
         metas = iter(layout.maps)
         for kind, value in zip(layout.kinds, values, strict=True):
             self._add(kind, value, flat, metas, used, base)
-        struct.pack_into(layout.format, self.memory, self.start, *flat, 0, 0)
+        struct.pack_into(layout.format, self.words, self.start, *flat, 0, 0)
+        struct.pack_into(f"{count}Q", self.words, self.start + 8 * size, *[base + x for x in layout.offsets])
         for x, made in self.given.descriptors:
             made.put(x.base.data_ptr())
             if (word := made.address_word()) is not None:
-                made.word = (made.at - base) // 8 + word
-        self.words = memoryview(self.memory).cast("B")[self.start : self.start + -(-layout.size // 8) * 8].cast("Q")
-        self.pointers = ctypes.create_string_buffer(
-            struct.pack(f"{len(layout.offsets)}Q", *[base + x for x in layout.offsets])
-        )
-        self.name, self.lock, self.written = compiled.src.fn.__name__, Lock(), None
+                made.word = (made.at - address) // 8 + word
+        self.name, self.written = compiled.src.fn.__name__, None
         (x, y, z), metadata = (*grid, 1, 1)[:3], compiled.metadata
-        self.config = LaunchConfig(x, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared, None, None, 0)
-        config, pointers = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
-        self._launch = partial(used.launch, config, compiled.function, pointers, None)
-        self.used, self.device = used, device
+        at = base + 8 * (size + count)
+        config = LaunchConfig(x, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared, None, None, 0)
+        ctypes.memmove(at, ctypes.addressof(config), ctypes.sizeof(config))
+        self.stream = (at - address + LaunchConfig.stream.offset) // 8
+        self._sent = at, compiled.function, base + 8 * size, None
+        self._launch, self.used, self.device = used.launch, used, device
 
     def _add(self, kind: Any, value: Any, flat: list[Any], metas: Iterator[Any], used: Driver, base: int) -> None:
         """Add an argument to the flat list."""
@@ -192,7 +193,7 @@ class Packed:
             for k, x in zip(kind, value, strict=True):
                 self._add(k, x, flat, metas, used, base)
         elif isinstance(value, Tensor):
-            self.given.tensors.append((value, offset // 8))
+            self.given.tensors.append((value, (self.start + offset) // 8))
             # An empty one may have the address of what was freed.
             flat.append(value.data_ptr() if value.numel() else 0)
         elif kind.startswith("tensordesc"):
@@ -205,12 +206,12 @@ class Packed:
         """Write an argument that is a tuple of numbers."""
         layout, numbers = self.layout, [x for kind, x in zip(kinds, values, strict=True) if kind != "constexpr"]
         for i, x in enumerate(numbers, first):
-            struct.pack_into("=" + layout.letters[i], self.memory, self.start + layout.offsets[i], x)
+            struct.pack_into("=" + layout.letters[i], self.words, self.start + layout.offsets[i], x)
 
     def send(self) -> None:
         """Launch with the arguments as written."""
-        if self._launch():
-            self.used.checked(self.name, self.device, self._launch)
+        if self._launch(*self._sent):
+            self.used.checked(self.name, self.device, self._launch, *self._sent)
 
     @staticmethod
     def of(compiled: Any, grid: Sequence[int], values: Sequence[Any], device: int) -> "Packed | None":
