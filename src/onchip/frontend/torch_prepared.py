@@ -19,7 +19,7 @@ call that stated it.
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from onchip.frontend.torch_builder import SHARED, THREAD, Builder, Prepared, Ten
 MOST_KINDS = 256
 SEEN_ONCE = "it was called once"
 T = TypeVar("T")
+Inside = Callable[[Tensor], AbstractContextManager[Any]]
 
 # ------------------------------------------------------------------------------------------- what operators state
 
@@ -198,14 +199,23 @@ class Kinds:
     def __init__(self) -> None:
         self._known = Known()  # a Prepared, or why there is none
 
-    def run(self, function: Callable[[], Tensors], tensors: Tensors, rest: Hashable) -> Tensors:
-        """The result of `function()`, which reads and writes only `tensors`, and depends besides only on `rest`."""
-        if builder() is not None or not is_prepared(next(x for x in tensors if x is not None)):
+    def run(
+        self, function: Callable[[], Tensors], tensors: Tensors, rest: Hashable, inside: Inside | None = None
+    ) -> Tensors:
+        """The result of `function()`, which reads and writes only `tensors`, and depends besides only on `rest`.
+
+        inside: makes the context that operators need, for a tensor, where the function enters it by itself.
+        """
+        first = next(x for x in tensors if x is not None)
+        if builder() is not None or not is_prepared(first):
             return function()
         kind, known = self._known.find((rest, kind_of(tensors)), tensors)
         if isinstance(known, Prepared):
             if known.may_run():
-                return known.run(tensors)
+                if inside is None or not needs_context(known, first):
+                    return known.run(tensors)
+                with inside(first):
+                    return known.run(tensors)
         elif known is None:
             self._known.remember(kind)
         elif known is SEEN_ONCE:
@@ -219,6 +229,13 @@ class Kinds:
 def is_prepared(x: Tensor) -> bool:
     """Whether calls are prepared for this device: on a CPU deciding takes little of the time."""
     return x.is_cuda
+
+
+def needs_context(prepared: Prepared, first: Tensor) -> bool:
+    """Whether a prepared call on this tensor's device must run in an operator's context: launches alone don't depend on
+    what they are inside of, except for the current device.
+    """
+    return prepared.operates or (first.is_cuda and first.get_device() != torch.cuda.current_device())
 
 
 def kind_of(tensors: Tensors, *, differentiable: bool = False) -> Hashable:

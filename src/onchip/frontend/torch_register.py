@@ -370,8 +370,7 @@ class Operator(Generic[C, O]):
             for i, memory in theirs:
                 if wanted[i]:  # nobody sees that it is overwritten
                     torch.autograd.graph.increment_version(memory)
-            with inside_operator(present[0]):
-                made = self._run_gradients(tensors, rest, given, wanted)
+            made = self._run_gradients(tensors, rest, given, wanted)
         else:
             made = self.backward_op(*given, *tensors, *rest, wanted)
             made = self._collected(kept, [made] if isinstance(made, Tensor) else made, wanted)
@@ -394,11 +393,12 @@ class Operator(Generic[C, O]):
 
         def gradients() -> Made:
             kept = self.kept.build(tensors, rest)
-            return self._collected(kept, self.gradients(kept, given, wanted), wanted)
+            with inside_operator(_first(given)):
+                return self._collected(kept, self.gradients(kept, given, wanted), wanted)
 
         if not self.states:
             return gradients()
-        return self._backwards.run(gradients, (*tensors, *given), (tuple(rest), tuple(wanted)))
+        return self._backwards.run(gradients, (*tensors, *given), (tuple(rest), tuple(wanted)), inside_operator)
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""

@@ -167,11 +167,11 @@ class _Known(NamedTuple):
 
     def run(self, given: Sequence[Tensor]) -> Any:
         prepared, first = self.prepared, given[0]
-        if prepared.operates or (first.is_cuda and first.get_device() != torch.cuda.current_device()):
+        if torch_prepared.needs_context(prepared, first):
             with inside_operator(first):
                 there = prepared.tensors(given)
         else:
-            there = prepared.tensors(given)  # launches don't depend on what they are inside of
+            there = prepared.tensors(given)
         if self.operator is None or self.saving is None:
             return self.result(there)
         made = self.operator.connect(self.saving, self.kept(there), self.outputs(there), self.inputs(there), plain=True)
