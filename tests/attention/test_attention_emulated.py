@@ -6,7 +6,7 @@ import torch
 from emulated import emulating
 from onchip.attention.problem import AttentionProblem
 from onchip.attention.triton.problem import least_memory
-from onchip.masks import Causal, Documents, Intervals
+from onchip.masks import Causal, Documents, Intervals, Window
 from onchip.ops.attention.cases import KINDS, AttentionCase
 from onchip.ops.attention.checks import CHECKER
 from onchip.torch import attention
@@ -119,8 +119,10 @@ def test_nothing_is_seen(size):
     assert not any(x.any() for x in gradients)
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_compiled(dynamic):
+@pytest.mark.parametrize(
+    ("dynamic", "band"), [(False, False), (True, True), pytest.param(True, False, marks=pytest.mark.slow)]
+)
+def test_compiled(dynamic, band):
     """What a call hasn't is an empty tensor among a registered operator's results; the other call has sinks."""
     given, ids = [*drawn(70, 70, 64)], torch.arange(70) // 50
     given += [torch.randn(2, requires_grad=True)] if dynamic else []
@@ -128,7 +130,8 @@ def test_compiled(dynamic):
     def call(q, k, v, *sinks_and_ids):
         *sinks, ids = sinks_and_ids
         how = {"sinks": sinks[0]} if sinks else {}
-        return attention(q * 1, k * 1, v * 1, Documents(ids) & Causal(), backend="triton", **how)
+        mask = Window(20) if band else Documents(ids) & Causal()
+        return attention(q * 1, k * 1, v * 1, mask, backend="triton", **how)
 
     with emulating():
         right = call(*given, ids)

@@ -278,11 +278,13 @@ def test_autocast_and_checkpoint(hopper):
     assert_same(torch.autograd.grad(again.float().square().sum(), (q, k, v)), expected)
 
 
-def test_compiled(hopper):
+@pytest.mark.parametrize("band", [False, True])
+def test_compiled(band, hopper):
     given = drawn(2, 320)
 
     def call(q, k, v, ids):
-        return attention(q * 1, k * 1, v * 1, Documents(ids) & Causal(), backend="triton")
+        mask = Window(100) if band else Documents(ids) & Causal()
+        return attention(q * 1, k * 1, v * 1, mask, backend="triton")
 
     ids = torch.arange(320, device="cuda") // 77
     expected = call(*given, ids)
@@ -297,7 +299,7 @@ def test_compiled(hopper):
 def test_captured(size, hopper):
     q, k, v = drawn(2, 300, size=size)
     packed = Documents(torch.arange(300, device="cuda") // 70) & Causal()
-    mask = (packed if size == 64 else CAUSAL).lower(2, 300, 300, q)
+    mask = packed.lower(2, 300, 300, q) if size == 64 else CAUSAL
 
     def run():
         out = attention(q, k, v, mask, backend="triton")
