@@ -14,7 +14,7 @@ import torch
 from interpreter import main, registering
 from onchip.frontend.topk import TopK
 from onchip.jax import cross_entropy, grouped_matmul, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
-from onchip.kernels.triton import jax_call, jax_front, jax_listed
+from onchip.kernels.triton import jax_front, jax_listed
 
 CHECKS = {}
 # Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
@@ -27,37 +27,37 @@ check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16
 
 
-def _tensor(x, pointer, memory):
-    """A tensor like this one, where the pointer says."""
-    if not isinstance(x, torch.Tensor):
-        return pointer
-    more = memory[pointer.array][pointer.offset :]
-    return more[: len(more) // x.itemsize * x.itemsize].view(x.dtype)
+def interpreted(_, results, *, input_output_aliases, legacy_backend_config, **__):
+    """As `jax.ffi.ffi_call`, for what `jax_listed.told` is told; memory that is new holds NaN."""
+    launch, _, places, _ = legacy_backend_config
 
+    def run(*arrays):
+        memory = [_memory(x, np.asarray(x)) for x in arrays]
+        shared = {n: memory[i] for i, n in input_output_aliases.items()}
+        memory += [shared.get(n, _memory(x)) for n, x in enumerate(results)]
 
-def interpreted(launch, pointers, capability, arrays, written):
-    """As `jax_call.call`; memory that is new holds NaN."""
-    given = [not isinstance(x, jax.ShapeDtypeStruct) for x in arrays]
+        def own(x):
+            """Such a tensor in this memory."""
+            place = places.get(x.untyped_storage()._cdata, 0)
+            more = memory[place][x.storage_offset() * x.itemsize :]
+            return more[: len(more) // x.itemsize * x.itemsize].view(x.dtype)
 
-    def run(*values):
-        values, memory = iter(values), []
-        for x, there in zip(arrays, given, strict=True):
-            size = x.size * x.dtype.itemsize
-            new = torch.full((size + 512,), 255, dtype=torch.uint8)
-            flat = new[-new.data_ptr() % 512 :][:size]
-            if there:
-                flat.copy_(torch.from_numpy(np.array(next(values)).reshape(-1).view(np.uint8)))
-            memory.append(flat)
-        whole = jax.tree.map(lambda x, at: _tensor(x, at, memory), launch.arguments, pointers)
+        whole = jax.tree.map(lambda x: own(x) if isinstance(x, torch.Tensor) else x, launch.given)
         launch.kernel[launch.grid](**whole)
-        return [
-            m.numpy().view(x.dtype).reshape(x.shape)
-            for m, x, wrote in zip(memory, arrays, written, strict=True)
-            if wrote
-        ]
+        made = memory[len(arrays) :]
+        return [m.numpy().view(x.dtype).reshape(x.shape) for m, x in zip(made, results, strict=True)]
 
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, wrote in zip(arrays, written, strict=True) if wrote]
-    return jax.pure_callback(run, like, *[x for x, there in zip(arrays, given, strict=True) if there])
+    return lambda *operands: jax.pure_callback(run, results, *operands)
+
+
+def _memory(like, values=None):
+    """Aligned memory for an array like this one."""
+    size = like.size * like.dtype.itemsize
+    new = torch.full((size + 512,), 255, dtype=torch.uint8)
+    flat = new[-new.data_ptr() % 512 :][:size]
+    if values is not None:
+        flat.copy_(torch.from_numpy(values.copy().reshape(-1).view(np.uint8)))
+    return flat
 
 
 def draw(i, *shape, scale=1.0, dtype=HALF):
@@ -136,6 +136,12 @@ CASES = {
     "everything": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), **EVERYTHING, **o)),
     "recompute": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), strategy="recompute", **o)),
     "top-k labels": head(lambda h, w, **o: linear_cross_entropy(h, w, TOPK, **o)),
+    "shifted top-k labels": head(lambda h, w, **o: linear_cross_entropy(h, w, TOPK, shift=True, **o)),
+    "shifted sequences": head(
+        lambda h, w, **o: linear_log_probs(
+            h[:36].reshape(2, 18, H), w, target(2)[:36].reshape(2, 18, 2), shift=True, **o
+        ).sum()
+    ),
     "labels of every entry": head(
         lambda h, w, **o: linear_cross_entropy(h, w, jax.nn.softmax(draw(5, T, V, dtype=jnp.float32)), **o)
     ),
@@ -180,11 +186,13 @@ def right(name):
     function, arrays = CASES[name]
     wanted = tuple(range(len(arrays)))
     with (
-        mock.patch.object(jax_call, "call", interpreted),
-        mock.patch.object(jax_call, "stack", return_value=0),
-        mock.patch.object(jax_listed.Program, "compile"),
+        mock.patch.object(jax.ffi, "ffi_call", interpreted),
+        mock.patch.object(jax_listed, "told", lambda *x: x),
+        mock.patch.object(jax_listed, "stack", return_value=0),
+        mock.patch.object(jax_listed, "job", return_value=None),
+        mock.patch.object(jax_listed, "compile_jobs", lambda jobs: jobs),
         mock.patch.object(jax_front, "refusal", return_value=None),
-        mock.patch.object(jax_front, "gpu", return_value=jax_front.JaxGpu(80, 3)),
+        mock.patch.object(jax_front, "gpu", return_value=(80, 3, 166912)),
     ):
         made = jax.jit(jax.value_and_grad(lambda *a: function(*a, backend="triton"), argnums=wanted))(*arrays)
     wide = [x.astype(jnp.float32) for x in arrays]

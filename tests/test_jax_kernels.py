@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from launched import recorded
 from onchip.jax import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
-from onchip.kernels.triton import jax_call, jax_front, jax_listed, launch
+from onchip.kernels.triton import jax_front, jax_listed, launch
 from onchip.kernels.triton.fill import fill_zeros
 from onchip.torch import linear_cross_entropy as of_torch
 
@@ -38,9 +38,12 @@ class Told:
         return repr(self.told).encode()
 
 
-def code(name):
-    """In the place of a kernel that Triton has compiled."""
-    return SimpleNamespace(metadata=SimpleNamespace(name=name, shared=0), asm={"ptx": "", "ttir": ""})
+TOLD = SimpleNamespace(
+    TritonKernel=lambda *x: x,
+    TritonKernelCall=Told,
+    create_array_parameter=lambda *x: x,
+    create_scalar_parameter=lambda *x: x,
+)
 
 
 @pytest.fixture
@@ -49,23 +52,17 @@ def gpu():
     with ExitStack() as stack:
 
         def of(capability, *, compiles=False):
-            library = SimpleNamespace(
-                TritonKernel=lambda *x: x,
-                TritonKernelCall=Told,
-                create_array_parameter=lambda *x: x,
-                create_scalar_parameter=lambda *x: x,
-            )
+            shared = {80: 166912, 89: 101376, 100: 232448}[capability]
             patches = [
-                mock.patch.object(jax_call, "library", return_value=library),
-                mock.patch.object(jax_front, "gpu", return_value=jax_front.JaxGpu(capability, 108)),
+                mock.patch.object(jax_listed, "gpu_triton", TOLD),
+                mock.patch.object(jax_front, "gpu", return_value=(capability, 108, shared)),
                 mock.patch.object(jax_front, "refusal", return_value=None),
             ]
             if not compiles:
                 patches += [
-                    mock.patch.object(jax_call, "compiled", lambda made: code(made.source.name)),
-                    mock.patch.object(jax_call, "of_arrays", return_value=""),
-                    mock.patch.object(jax_call, "stack", return_value=0),
-                    mock.patch.object(jax_listed.Program, "compile"),
+                    mock.patch.object(jax_listed, "compile_jobs", list),
+                    mock.patch.object(jax_listed, "told", lambda launch, *_: repr(launch.kernel).encode()),
+                    mock.patch.object(jax_listed, "stack", return_value=0),
                 ]
             _forget()
             for x in patches:
@@ -76,7 +73,7 @@ def gpu():
 
 
 def _forget():
-    jax_front._program.cache_clear()
+    jax_listed.listed.cache_clear()
     jax.clear_caches()  # of the same functions
 
 
@@ -89,11 +86,11 @@ def test_what_is_launched_is_what_pytorch_launches(gpu):
     gpu(80)
     seen = []
 
-    def call(launched, pointers, capability, arrays, written):
+    def told(launched, *_):
         seen.append((launched.kernel.__name__, "x".join(map(str, launched.grid))))
-        return [jnp.zeros(x.shape, x.dtype) for x, wrote in zip(arrays, written, strict=True) if wrote]
+        return b""
 
-    with mock.patch.object(jax_call, "call", call):
+    with mock.patch.object(jax_listed, "told", told):
         lowered(lambda h, w, y: linear_cross_entropy(h, w, y, backend="triton"), *LIKE)
     given = {
         "hidden": torch.empty(T, H, dtype=torch.bfloat16, device="meta", requires_grad=True),
@@ -120,7 +117,7 @@ def test_the_same_call_is_the_same_text(gpu):
 def test_memory_is_written_in_place(gpu):
     gpu(80)
     text = lowered(lambda h, w, y: linear_cross_entropy(h, w, y, backend="triton"), *LIKE).as_text()
-    calls = [x for x in text.splitlines() if f"@{jax_call.TARGET}" in x]
+    calls = [x for x in text.splitlines() if f"@{jax_listed.TARGET}" in x]
     assert len(calls) == 14
     assert all("output_operand_alias" in x for x in calls)
 
@@ -137,20 +134,20 @@ def test_inside_of_shard_map(gpu, tracked):
         specs = P("d"), P(), P("d")
         return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=tracked)(h, w, y)
 
-    assert jax_call.TARGET in lowered(loss, *LIKE).as_text()
+    assert jax_listed.TARGET in lowered(loss, *LIKE).as_text()
 
 
 @pytest.mark.parametrize("capability", [100, *(pytest.param(x, marks=pytest.mark.slow) for x in (80, 89))])
 def test_machine_code_for_gpus_that_are_not_there(gpu, capability):
     """The kernels that work on rows of logits, which compile fast."""
     gpu(capability, compiles=True)
-    codes, of_arrays = [], jax_call.of_arrays
+    codes, of_arrays = [], jax_listed.of_arrays
 
     def kept(*x):
         codes.append(of_arrays(*x))
         return codes[-1]
 
-    with mock.patch.object(jax_call, "of_arrays", kept):
+    with mock.patch.object(jax_listed, "of_arrays", kept):
         lowered(lambda z, y: cross_entropy(z, y, backend="triton"), LOGITS, LIKE[2], argnums=(0,))
     assert codes
     for code in codes:
@@ -178,7 +175,7 @@ CODE = """.visible .entry f(
 
 
 def test_an_argument_may_begin_inside_of_an_array():
-    made = jax_call.of_arrays("f", CODE, [(1, 0), None, (0, 48)], 2)
+    made = jax_listed.of_arrays("f", CODE, [(1, 0), None, (0, 48)], 2)
     head = re.findall(r"\.param \.(\w+).* (f_\w+)", made)
     assert head == [("u64", "f_array_0"), ("u64", "f_array_1"), ("u32", "f_param_1"), ("u64", "f_param_3"),
                     ("u64", "f_param_4")]  # fmt: skip
@@ -189,13 +186,13 @@ def test_an_argument_may_begin_inside_of_an_array():
 def test_an_address_that_is_read_in_an_unknown_way():
     code = CODE.replace("ld.param.b64 \t%rd2, [f_param_2]", "ld.param.v2.b64 {%rd2, %rd3}, [f_param_2]")
     with pytest.raises(AssertionError, match="f reads the address of parameter 2 in an unknown way"):
-        jax_call.of_arrays("f", code, [(1, 0), None, (0, 48)], 2)
+        jax_listed.of_arrays("f", code, [(1, 0), None, (0, 48)], 2)
 
 
 def test_pointers_that_16_divides_are_told():
     memory = torch.empty(64, device="meta")
     given = {"out": memory[2:], "N": 3, "BLOCK": 16}
-    asked = [jax_call.job(launch.Launch(fill_zeros, (1,), given | {"out": x}), 80) for x in (memory[4:], memory[2:])]
+    asked = [jax_listed.job(launch.Launch(fill_zeros, (1,), given | {"out": x}), 80) for x in (memory[4:], memory[2:])]
     assert [x.source.attrs[0,] for x in asked] == [[["tt.divisibility", 16]], []]
     assert asked[0].source.signature == {"out": "*fp32", "N": "i32", "BLOCK": "constexpr"}
 
@@ -220,7 +217,6 @@ def test_what_is_to_be_installed(monkeypatch):
     reason = r"torch and triton are not installed: pip install 'onchip\[jax-triton\]'"
     with pytest.raises(ValueError, match=f"log_probs: backend 'triton' can't run this call: {reason}"):
         log_probs(*ones(LOGITS, LIKE[2]), backend="triton")
-    jax_front._tell.cache_clear()
     with pytest.warns(UserWarning, match=f"cross_entropy: it runs in plain JAX on this GPU, without kernels: {reason}"):
         cross_entropy(*ones(LOGITS, LIKE[2]))
 
@@ -229,13 +225,12 @@ def test_auto_takes_the_kernels_where_there_are_no_others(gpu, monkeypatch):
     gpu(89)
     monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
     text = lowered(lambda h, w, y: linear_log_probs(h, w, y).sum(), *LIKE).as_text()
-    assert jax_call.TARGET in text
+    assert jax_listed.TARGET in text
     known = TopK(jnp.zeros((T, 1), jnp.int32), jnp.full((T, 1), -2.0), "log_probs", "tail")
     text = lowered(lambda z: jsd(z, teacher_topk=known), LOGITS, argnums=0).as_text()
-    assert jax_call.TARGET in text
+    assert jax_listed.TARGET in text
     with pytest.raises(ValueError, match="hidden has H"):  # as ever
         linear_log_probs(jnp.ones((T, 3)), *ones(*LIKE[1:]))
-    jax_front._tell.cache_clear()
     message = "it runs in plain JAX on this GPU, without kernels: backend 'triton' needs to know softcap"
     with pytest.warns(UserWarning, match=message):
         jax.jit(lambda c: linear_cross_entropy(*ones(*LIKE), softcap=c)).lower(30.0)
@@ -261,8 +256,7 @@ def test_a_split_vocabulary(gpu):
 
 def test_several_devices_outside_of_shard_map(monkeypatch):
     monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
-    monkeypatch.setattr(jax_front, "gpu", lambda: jax_front.JaxGpu(80, 108))
-    monkeypatch.setattr(jax_call, "library", lambda: SimpleNamespace(TritonKernelCall=None))
+    monkeypatch.setattr(jax_front, "gpu", lambda: (80, 108, 166912))
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"with several devices it runs only inside of jax\.shard_map"):
         linear_cross_entropy(*ones(*LIKE), backend="triton")

@@ -80,14 +80,14 @@ def compile_all(asked: Sequence[Ask]) -> None:
     _tell([x.name for x in found.missing], found.names)
 
 
-def compile_jobs(jobs: Sequence[Job]) -> None:
-    """Compile those of these jobs that Triton's cache lacks, several at a time."""
+def compile_jobs(jobs: Sequence[Job]) -> list[Any]:
+    """The kernels of these jobs; those that Triton's cache lacks are compiled several at a time."""
+    import triton  # type: ignore[import-untyped]
     from triton.compiler.compiler import make_backend  # type: ignore[import-untyped]
 
-    found: dict[str, Job] = {}
-    for job in jobs:
-        options = make_backend(job.target).parse_options(dict(job.options))
-        found.setdefault(f"{job.source.hash()}-{options.hash()}-{job.target}", job)
+    options = [make_backend(job.target).parse_options(dict(job.options)) for job in jobs]
+    keys = [f"{job.source.hash()}-{x.hash()}-{job.target}" for job, x in zip(jobs, options, strict=True)]
+    found = dict(zip(keys, jobs, strict=True))
     missing = [job for key, job in found.items() if key not in _DONE]
     _DONE.update(found)
     if len(missing) > 1:
@@ -95,6 +95,8 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
             if process.started is not None:
                 with suppress(PicklingError, AttributeError, TypeError):
                     process.started.communicate(dumps(missing))
+    made = {x: triton.compile(job.source, target=job.target, options=job.options) for x, job in found.items()}
+    return [made[key] for key in keys]
 
 
 _DONE: set[str] = set()  # what this process has asked for
@@ -136,7 +138,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
 
 @lru_cache(maxsize=1)
 def _mode_class() -> Any:
-    from triton import AsyncCompileMode  # type: ignore[import-untyped]
+    from triton import AsyncCompileMode
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
     from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
 
