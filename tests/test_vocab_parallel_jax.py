@@ -235,8 +235,8 @@ def one_all_gather():
         (1, partial(sharded_linear_cross_entropy, target=topk._replace(kind="probs", rest="truncated"))),
         (1, partial(sharded_linear_log_probs, ids=ids(V, 3), **EVERY)),
         (3, partial(sharded_linear_jsd, teacher_topk=topk)),
-        (7, partial(sharded_linear_jsd, beta=1.0, **of_teacher)),
-        (8, partial(sharded_linear_jsd, beta=0.5, **of_teacher)),
+        (5, partial(sharded_linear_jsd, beta=1.0, **of_teacher)),
+        (6, partial(sharded_linear_jsd, beta=0.5, **of_teacher)),
     ]
     for number, op in calls:
         run = lambda h, w, op=op: total(op(h, w, **on_mesh))[0]  # noqa: E731

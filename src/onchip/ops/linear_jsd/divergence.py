@@ -30,6 +30,9 @@ class Arrays(NamedTuple):
     put: Callable[[Array, Array, Any], Array]
     """`put(x, indices, values)`: a copy of x with these entries."""
     sum: Callable[[Array], Array] = lambda x: x.sum(1)
+    labelled: Callable[[Array, Array], tuple[Array, Array, Array]] | None = None
+    """`labelled(x, indices)`, for one index of each row: the log-softmax, its entry there, and the sum of the softmax's
+    others, [n, 1]; None where other functions make these."""
     of_few: "Arrays | None" = None
     """If devices have parts of each row: the same for rows of K numbers, which all devices have."""
 
@@ -73,11 +76,16 @@ def rows(
 
 def _cross_entropy(of: Arrays, z: Array, label: Array) -> tuple[Array, Array]:
     """The cross-entropy of each row, and its gradient."""
-    xp, ids, full = of.xp, label[:, None], of.log_softmax(z)
-    own, p = of.take(full, ids), of.put(xp.exp(full), ids, 0)
-    del full
+    xp, ids = of.xp, label[:, None]
+    if of.labelled is None:
+        full = of.log_softmax(z)
+        own, p = of.take(full, ids), of.put(xp.exp(full), ids, 0)
+        del full
+        others = of.sum(p)[:, None]
+    else:
+        full, own, others = of.labelled(z, ids)
+        p = xp.exp(full)
     # Where the label leads, the sum of the others has more digits of both.
-    others = of.sum(p)[:, None]
     own = xp.where(others < 0.5, xp.log1p(-others.clip(max=0.5)), own)
     return -own[:, 0], of.put(p, ids, -others)
 
