@@ -22,7 +22,7 @@ SLOW = {f"right-{x}" for x in ("each token", "recompute", "shifted", "statistics
 SLOW |= {f"right-{x}" for x in ("linear_log_probs", "several ids", "forward KL", "shifted temperatures")}
 SLOW |= {f"right-{x}" for x in ("turned weight of another dtype", "grouped_matmul", "labels of every entry")}
 SLOW |= {f"right-{x}" for x in ("linear_cross_entropy", "log_probs", "grouped_matmul that adds up")}
-SLOW |= {f"right-top-k teacher of logits, {x}" for x in ("truncated", "renormalised")}
+SLOW |= {"right-shifted sequences"} | {f"right-top-k teacher of logits, {x}" for x in ("truncated", "renormalised")}
 check = registering(CHECKS)
 T, H, V, HALF = 37, 64, 300, jnp.float16
 
