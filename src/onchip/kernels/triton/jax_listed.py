@@ -139,7 +139,7 @@ class Program(TorchDispatchMode):
 
     def run(self, part: int, kept: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Do forward, part 0, or backward, 1, with what forward kept; returns the results, and what backward needs."""
-        memory = Memory({x: array for x, array in zip(self.kept, kept, strict=False) if array is not None})
+        memory = XlaMemory({x: array for x, array in zip(self.kept, kept, strict=False) if array is not None})
         given, steps, results = self.parts[part]
         for x, value in zip(given, values, strict=True):
             if x is not None:
@@ -159,7 +159,7 @@ class Program(TorchDispatchMode):
 listed = lru_cache(maxsize=64)(Program)
 
 
-class Memory(dict[int, jax.Array]):
+class XlaMemory(dict[int, jax.Array]):
     """Arrays by the storages for which they were made; one that is missing has not been written."""
 
     def read(self, x: Tensor) -> jax.Array:
