@@ -37,7 +37,6 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         (["grouped_matmul", *LLAMA[1:]], "Llama-3.1-8B is no mixture of experts; give --in-features, --out-features and --experts"),
         (["attention", "--tokens", "8", "--heads", "32", "--key-heads", "5", "--head-size", "64"], "plan: --heads is 32, but --key-heads is 5, which must divide it"),
         (["attention", "--tokens", "8"], "plan: give --heads, --key-heads, --head-size, or --model"),
-        (["attention", *LLAMA[1:], "--framework", "jax", "--scratch", "1GiB"], "plan: attention has no --scratch in JAX; leave --scratch out"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--dtype", "float32"], "it is for bfloat16 and float16, not float32"),
         (["attention", "--tokens", "8", "--framework", "jax", "--backend", "mosaic_gpu", "--heads", "8", "--key-heads", "2", "--head-size", "264"], "heads have at most 256 numbers, not 264"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--gpu", "a100"], "the A100 SXM 80GB has 8.0"),

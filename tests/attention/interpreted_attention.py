@@ -10,6 +10,7 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.attention.mosaic import op
+from onchip.attention.mosaic.problem import memory_parts
 from onchip.attention.problem import AttentionOptions, AttentionProblem
 from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges
 from onchip.jax import attention
@@ -18,7 +19,7 @@ from onchip.masks import Causal, Documents
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 
 
-def main(size, value_size, tokens=150, heads=2, softcap=3.0):
+def main(size, value_size, fused, tokens=150, heads=2, softcap=3.0):
     rng = np.random.default_rng(0)
     of = (heads, size), (1, size), (1, value_size), (heads, value_size)
     q, k, v, upstream = (jnp.asarray(rng.standard_normal((1, tokens, *x)), jnp.bfloat16) for x in of)
@@ -26,7 +27,8 @@ def main(size, value_size, tokens=150, heads=2, softcap=3.0):
     ids = jnp.asarray([[0] * 50 + [1] * 60 + [2] * 40])
     mask = Documents(ids, padding=2) & Causal()
     problem = AttentionProblem(1, tokens, tokens, heads, 1, size, value_size)
-    static = AttentionStatic(problem, AttentionOptions(softcap=softcap), size**-0.5, 0)
+    room = None if fused else sum(memory_parts(problem, backward=True).values())
+    static = AttentionStatic(problem, AttentionOptions(softcap=softcap, scratch_bytes=room), size**-0.5, 0)
     low = mask.lower(1, tokens, tokens, q)
     given = Parameters(q, k, v, sinks)
     run = jax.jit(partial(op.attend, static, interpret=INTERPRETER))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from onchip.attention.mosaic import problem as mosaic
 from onchip.attention.problem import AttentionProblem, scratch_parts
 from onchip.attention.triton.problem import memory_parts
 from onchip.masks import Documents, Window
@@ -148,6 +149,13 @@ def test_plan():
         assert [row.memory_parts for row in made.rows] == [one, two, two, one]
         assert plan("attention", **small).row("smallest").memory_parts == two
         assert plan("attention", **small, gpu="a100").row("default").memory_parts == two
+    small, of_small = {**sizes, "head_size": 64}, p._replace(size=64, value_size=64)
+    two, one = (mosaic.memory_parts(of_small, backward=True, fused=x) for x in (False, True))
+    few, most = sum(two.values()), sum(one.values())
+    assert most - few == 4 * 32 * 4096 * 64 + 4 * 32 * 64 + 4 * (1 + 32 * 64)
+    made = plan("attention", **small, framework="jax", scratch=(few - 1, few, most - 1, most))
+    assert [row.memory_parts if row.fits else None for row in made.rows] == [one, None, two, two, one]
+    assert made.backend == "mosaic_gpu"
     of_values = plan("attention", **sizes, value_size=64, backend="plain").row("default")
     narrow = p._replace(value_size=64)
     assert of_values.memory_parts == scratch_parts(narrow, 2, of_values.chunk["queries"], backward=True, softcap=False)

@@ -166,6 +166,17 @@ def test_memory_is_what_the_plan_says(heads, key_heads, size, gradients):
     known = lowered.compile().memory_analysis().temp_size_in_bytes
     more = {"framework": "jax", "device": "cpu", "gradients": gradients}
     made = plan("attention", batch=2, sequence=2048, heads=heads, key_heads=key_heads, head_size=size, **more)
-    (row,) = made.rows
-    assert row.budget_bytes is None
+    row = made.row("default")
     assert 0.85 <= row.memory_bytes / known <= 1.3
+    least = row.memory_bytes
+    for bound, suffices in ((least, True), (least - 1, False)):
+
+        def bounded(q, k, v, bound=bound):
+            return attention(q, k, v, backend="xla", scratch_bytes=bound)
+
+        run = jax.grad(lambda *x: bounded(*x).sum().astype(jnp.float32)) if gradients else bounded
+        if suffices:
+            jax.eval_shape(run, *given[:3])
+        else:
+            with pytest.raises(ValueError, match=f"scratch_bytes={bound} is too small; the call needs {least} bytes"):
+                jax.eval_shape(run, *given[:3])

@@ -185,9 +185,10 @@ def test_another_mask_compiles_nothing():
     assert step._cache_size() == 1
 
 
-def test_hidden_tokens_leak_nothing():
+@pytest.mark.parametrize("size", [64, 128])
+def test_hidden_tokens_leak_nothing(size):
     """Of other tiles, whatever they hold; and a gradient of queries that see nothing may be anything."""
-    q, k, v = drawn(batch=1)
+    q, k, v = drawn(batch=1, size=size)
     mask = Documents(jnp.arange(1000) // 256, padding=3) & Causal()
 
     def run(q, k, v, upstream):
@@ -204,3 +205,65 @@ def test_hidden_tokens_leak_nothing():
     assert jnp.isnan(made[0][:, 256:300]).all()
     assert not right[0][:, 768:].any()
     assert not any(g[:, 768:].any() for g in right[1:])
+
+
+# ------------------------------------------------------------------------------------------ all gradients in one kernel
+
+FUSED_CASES = [
+    AttentionCase(f"{mask}, {size}, groups of {heads // key_heads}", mask, batch=batch, queries=queries, keys=keys,
+                  heads=heads, key_heads=key_heads, size=size, value_size=values, std=1.0 if cap is None else 2.0,
+                  sinks=cap is not None, options={} if cap is None else {"softcap": cap})
+    for size, values in ((64, 64), (48, 40))
+    for mask, batch, queries, keys, heads, key_heads, cap in (
+        ("causal", 2, 1000, 1000, 4, 1, None),
+        ("full", 2, 584, 584, 3, 3, None),
+        ("causal", 1, 777, 777, 6, 2, 5.0),
+        ("causal, last sees last", 1, 93, 700, 2, 2, None),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
+def test_one_kernel_makes_all_gradients(case):
+    number = FUSED_CASES.index(case)
+    how = {"layout": ("bthd", "bhtd")[number % 2]}
+    dtype = ("bfloat16", "float16")[number // 2 % 2]
+    assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="mosaic_gpu", **how))
+
+
+def test_one_kernel_has_the_same_bits():
+    """From run to run, in each step of a scan, and of a sequence alone or mapped.  In another program XLA may sum delta
+    in another order, and two kernels have bits of their own."""
+    given = drawn(size=64)
+
+    def gradients(q, k, v, mask=CAUSAL):
+        return jax.grad(lambda *x: loss(*x, mask, None), (0, 1, 2))(q, k, v)
+
+    def same(made, right):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.float32(x), np.float32(y)), list(made), list(right))
+
+    def close(made, right, bound=1e-4):
+        for x, y in zip(made, right, strict=True):
+            x, y = np.float64(x), np.float64(y)
+            assert np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
+
+    step = jax.jit(gradients)
+    assert step.lower(*given).as_text().count("custom_call @mosaic_gpu") == 2
+    right = step(*given)
+    for _ in range(20):
+        same(step(*given), right)
+    _, scanned = jax.jit(lambda *x: jax.lax.scan(lambda _, x: (None, gradients(*x)), None, x))(
+        *(jnp.stack([x, x]) for x in given)
+    )
+    mapped = jax.jit(jax.vmap(gradients))(*(x[:, None] for x in given))
+    same([x[0] for x in scanned], [x[1] for x in scanned])
+    close([x[0] for x in scanned], right)
+    for i in range(2):
+        same([x[i] for x in mapped], step(*(x[i : i + 1] for x in given)))
+    P = jax.sharding.PartitionSpec
+    split = P("data", None, "model")
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(split,) * 3, out_specs=(split,) * 3)
+    close(jax.jit(mapped)(*given), right)
+    hides_nothing = replace(CAUSAL.lower(2, 1000, 1000, given[0]), stop=jnp.full((2, 1000), 1000, jnp.int32))
+    close(jax.jit(gradients)(*given, hides_nothing), right, 5e-3)

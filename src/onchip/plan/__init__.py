@@ -205,10 +205,8 @@ def plan(
         make = backends[chosen].way
         assert make is not None
         way = make(asked)
-        if scratch and not way.has_budgets:
-            raise ValueError(f"plan: {op} has no scratch_bytes in {FRAMEWORKS[framework]}; leave scratch out")
         few = few_rows(way, budgets)
-        made = many_rows(way, budgets, 4 * logits) if every_budget and way.has_budgets else few
+        made = many_rows(way, budgets, 4 * logits) if every_budget else few
     sent: list[Exchange] = []
     plain, compiled = known.plain(asked), known.compiled(asked)
     said = notes(asked, chosen, made, plain, vocab, tensor_parallel, found)

@@ -92,8 +92,6 @@ class Way:
     strategies: tuple[str, ...] = ("auto",)
     chosen: Callable[[int | None], str] = lambda budget: "auto"
     """The strategy that a call takes in a budget; raises ValueError as `step` does."""
-    has_budgets: bool = True
-    """Whether the call takes scratch_bytes."""
 
 
 class LayerPlan(NamedTuple):

@@ -63,7 +63,7 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
         strategy = strategy or min(way.strategies, key=way.least)
         least = way.least(strategy)
         return Row(name=name, strategy=strategy, scratch_bytes=shown, budget_bytes=shown, fits=False, needs_bytes=least)
-    default = way.default(strategy) if budget is None and way.has_budgets else shown
+    default = way.default(strategy) if budget is None else shown
     given = {"strategy": strategy, "scratch_bytes": shown, "budget_bytes": default, "needs_bytes": way.least(strategy)}
     return _fitting(step, name, **given)
 

@@ -15,12 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.attention.mosaic.problem import TILE
 from onchip.attention.mosaic.products import ProductSums, Scores, Seen, rows_of, send, where_seen
-from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, TileWork, each_item, heads_together, programs_of
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.product import swizzled
 from onchip.kernels.mosaic.ptx import once_known, store_boxes
-from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.registers import Registers, fit
 
 Array = jax.Array
 
@@ -47,6 +48,10 @@ class BackwardConfig:
     free_early: bool = False
     """Whether the product that adds a block to the keys' gradients is awaited, and the block of queries freed, before
     the next block's second product starts."""
+
+    def __post_init__(self) -> None:
+        multiplies, copies = self.registers
+        assert fit((multiplies, multiplies, copies)), self
 
     def stages_of(self, name: str) -> int:
         return self.value_stages or self.stages if name == "v" else self.stages

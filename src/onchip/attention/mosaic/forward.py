@@ -23,7 +23,7 @@ from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.product import swizzled
 from onchip.kernels.mosaic.ptx import once_known
-from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.registers import Registers, fit
 
 Array = jax.Array
 
@@ -47,6 +47,10 @@ class ForwardConfig:
     sent: int | None = None
     """Columns of out that are in shared memory at a time; None: all."""
     l2_bytes: int = L2_BYTES
+
+    def __post_init__(self) -> None:
+        multiplies, copies = self.registers
+        assert fit((*[multiplies] * self.warpgroups, copies)), self
 
     @property
     def tile(self) -> int:

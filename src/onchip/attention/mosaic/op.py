@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.attention.masks import OP, Intervals
-from onchip.attention.mosaic import backward, forward
+from onchip.attention.mosaic import backward, forward, fused, problem
 from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, GradientInputs
 from onchip.attention.mosaic.forward import FORWARD
+from onchip.attention.mosaic.fused import FUSED
 from onchip.attention.mosaic.products import Scores
 from onchip.attention.mosaic.work import ALL_TILES, key_items, query_items
-from onchip.attention.problem import MOSAIC_SIZES
-from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges, on_device
+from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges, check_room, on_device
 from onchip.frontend.jax_spread import Between, with_gradients_on_mesh
 from onchip.kernels.mosaic.maths import LOG2E
 
@@ -86,8 +86,7 @@ def _token_axis(static: AttentionStatic) -> int:
 
 
 def _sizes(static: AttentionStatic) -> tuple[int, int]:
-    p = static.problem
-    return next(x for x in MOSAIC_SIZES if x[0] >= p.size and x[1] >= p.value_size)
+    return problem.sizes_of(static.problem)
 
 
 def _how(static: AttentionStatic) -> dict[str, Any]:
@@ -132,6 +131,13 @@ def _backward_kernels(
     q, k, v, grad_out = _for_copies(static, interpret, x.q, x.k, x.v, grad_out)
     mask, start, end, stop = _limits(static, x.mask)
     given = GradientInputs(q, k, v, grad_out, start, end, stop, numbers)
+
+    def of_keys(grad_k: Array, grad_v: Array) -> tuple[Array, Array]:
+        return _cut(static, grad_k, p.keys, p.size), _cut(static, grad_v, p.keys, p.value_size)
+
+    if _is_fused(static, wanted, x):
+        of_q, *others = fused.all_gradients(given, mask, p.keys, config=FUSED[_sizes(static)], **how)
+        return _cut(static, of_q, p.queries, p.size), *of_keys(*others)
     grad_q = grad_k = grad_v = None
     if wanted[0]:
         config = BY_QUERY[_sizes(static)]
@@ -140,9 +146,14 @@ def _backward_kernels(
     if wanted[1]:
         config = BY_KEY[_sizes(static)]
         items = key_items(mask, p.keys, config.block, config.tile)
-        grad_k, grad_v = backward.by_key(given, items, config=config, **how)
-        grad_k, grad_v = _cut(static, grad_k, p.keys, p.size), _cut(static, grad_v, p.keys, p.value_size)
+        grad_k, grad_v = of_keys(*backward.by_key(given, items, config=config, **how))
     return grad_q, grad_k, grad_v
+
+
+def _is_fused(static: AttentionStatic, wanted: tuple[bool, bool], x: ForwardInputs) -> bool:
+    """Whether one kernel makes all gradients.  Under vmap there are more sequences than the call's."""
+    p = static.problem._replace(batch=len(x.q))
+    return all(wanted) and x.mask.stop is None and problem.fits_one_kernel(p, static.options.scratch_bytes)
 
 
 def _heads_first(static: AttentionStatic, x: Array) -> Array:
@@ -196,6 +207,7 @@ def gradients(
 
 
 def _forward(static: AttentionStatic, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, KernelSaved]:
+    check_room(static, problem.memory_parts(static.problem, backward=any(needs)))
     return attend(static, given, mask)
 
 

@@ -1,6 +1,6 @@
 """Products of blocks in shared memory, scores, and masks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from onchip.attention.mosaic.quads import hide_outside
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.maths import LOG2E, tanh
 from onchip.kernels.mosaic.registers import Registers
-from onchip.kernels.mosaic.wgmma import begin_product
+from onchip.kernels.mosaic.wgmma import begin_product, begin_product_over_rows
 
 LOWEST = -1e30
 """Below any score.  A hidden score is -inf, and -inf minus -inf would not be 0."""
@@ -50,6 +50,13 @@ class ProductSums:
         if self.interpreted:
             return jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32).T)
         return begin_product(a, b)
+
+    def start_over_rows(self, a: Sequence[Any], b: Sequence[Any]) -> Any:
+        """The sum of a.T @ b for pairs of blocks, likewise."""
+        if self.interpreted:
+            pairs = zip(a, b, strict=True)
+            return sum(jnp.dot(x[...].astype(jnp.float32).T, y[...].astype(jnp.float32)) for x, y in pairs)
+        return begin_product_over_rows(a, b)
 
     def known(self, product: Any, running: int = 0) -> Any:
         """What `start` began, once at most `running` products, the last ones, are still running."""

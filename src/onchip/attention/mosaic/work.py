@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.attention.masks import Intervals
+from onchip.attention.mosaic.problem import TILE
 from onchip.kernels.mosaic.launch import Refs, multiprocessors
 
 Array = jax.Array
 
-TILE = 128
-"""Tokens of a tile: queries in forward and for their gradient, keys for the gradients of keys and values."""
 HALF = TILE // 2
 """Tokens of a tile's half, which one of the two warpgroups that multiply has."""
 ALL_TILES = 3 * TILE
@@ -50,6 +49,20 @@ def key_items(mask: Intervals, keys: int, block: int, tile: int = TILE) -> Array
     """[B * tiles, 6] int32: tiles of keys with their blocks of `block` queries."""
     meet, full = (x.swapaxes(1, 2) for x in _pairs(mask, keys, block, tile))
     return _in_blocks(meet, full, block, least=0)
+
+
+def key_items_in_order(mask: Intervals, keys: int, block: int) -> tuple[Array, Array]:
+    """The same, and a tile's turn at each block, [B, tiles, blocks] int32: twice the number of tiles before it in the
+    list that meet the block, and 1 more if it is the last one; -1 if it doesn't meet it."""
+    meet, full = (x.swapaxes(1, 2) for x in _pairs(mask, keys, block, TILE))
+    items = _in_blocks(meet, full, block, least=0)
+    tiles = meet.shape[1]
+    place = jnp.argsort(items[:, 0] * tiles + items[:, 1]).reshape(-1, tiles)  # of each tile in the list
+    before = (place[:, None] < place[:, :, None]).astype(jnp.bfloat16)
+    there = meet.astype(jnp.bfloat16)
+    turn = jnp.einsum("btu,buj->btj", before, there, preferred_element_type=jnp.float32).astype(jnp.int32)
+    is_last = turn + 1 == meet.sum(1, keepdims=True, dtype=jnp.int32)
+    return items, jnp.where(meet, 2 * turn + is_last, -1)
 
 
 def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, Array]:

@@ -4,6 +4,7 @@ A loop goes over the tiles of keys that any query of a tile sees, so hidden tile
 the mask, whose values only the device knows.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.attention.masks import OP
-from onchip.attention.problem import AttentionOptions, AttentionProblem
+from onchip.attention.problem import XLA_COLUMNS, XLA_ROWS, AttentionOptions, AttentionProblem, xla_parts
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
-from onchip.frontend.jax_mesh import BY_TOKEN, Role, Roles
+from onchip.frontend.jax_mesh import ALONE, BY_TOKEN, Role, Roles
 from onchip.frontend.jax_spread import with_gradients_on_mesh
 
 Array = jax.Array
-# Queries and keys of a tile.
-ROWS, COLUMNS = 128, 256
 
 
 class AttentionStatic(NamedTuple):
@@ -57,6 +56,18 @@ class AttentionSaved(NamedTuple):
     mask: Ranges
     out: Array
     lse: Array
+
+
+def check_room(static: AttentionStatic, parts: Mapping[str, int]) -> None:
+    """Raise if the bound is below a device's memory of a call; what a device has is unknown before the call is spread.
+
+    Raises:
+        ValueError: it is.
+    """
+    bound, need = static.options.scratch_bytes, sum(parts.values())
+    is_known = static.mesh is None or static.mesh.spread is not ALONE
+    if bound is not None and bound < need and is_known:
+        raise ValueError(f"{OP}: scratch_bytes={bound} is too small; the call needs {need} bytes")
 
 
 class _AttentionCut(NamedTuple):
@@ -106,11 +117,11 @@ class _Tiles(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return min(ROWS, self.static.problem.queries)
+        return min(XLA_ROWS, self.static.problem.queries)
 
     @property
     def columns(self) -> int:
-        return min(COLUMNS, self.static.problem.keys)
+        return min(XLA_COLUMNS, self.static.problem.keys)
 
     @property
     def row_tiles(self) -> int:
@@ -175,6 +186,7 @@ def _forward(
     static: AttentionStatic, needs: Parameters, given: Parameters, mask: Ranges
 ) -> tuple[Any, AttentionSaved | None]:
     tiles, p, total = _Tiles.of(static, given, mask), static.problem, accumulator(given.q.dtype)
+    check_room(static, xla_parts(p, total.itemsize, backward=any(needs)))
     shape = p.batch, p.queries, p.heads
     made = jnp.zeros((*shape, p.value_size), given.q.dtype), jnp.full(shape, -jnp.inf, total)
     if made[0].size == 0 and made[1].size == 0:

@@ -31,6 +31,44 @@ def add_one(counter: Any, before: Any, last: Any) -> None:
     add(counter, before, last)
 
 
+# Until the counter is `turn`; what other programs' copies have added before is in memory then, for copies too.
+_AWAIT_TURN = """{
+.reg .pred other; .reg .b32 seen;
+again:
+ld.acquire.gpu.global.b32 seen, [$0];
+setp.ne.s32 other, seen, $1;
+@other bra again;
+fence.proxy.async.global;
+}"""
+# Once what this warp has sent is in memory, as a wait before has seen to.
+_PASS_TURN = """{
+.reg .pred first; .reg .b32 lane;
+fence.proxy.async.global;
+bar.warp.sync 0xffffffff;
+mov.u32 lane, %laneid;
+setp.eq.u32 first, lane, 0;
+@first st.release.gpu.global.b32 [$0], $1;
+}"""
+
+
+def _of_turn(lines: str, counter: Any, turn: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def run(_: Any, counter: Any, turn: Any) -> None:
+        run_ptx(lines, "l,r", [utils.memref_ptr(counter), turn.registers.item()])
+
+    run(counter, turn)
+
+
+def await_turn(counter: Any, turn: Any) -> None:
+    """Wait, in a warp, until a counter, int32 of device memory, is `turn`."""
+    _of_turn(_AWAIT_TURN, counter, turn)
+
+
+def pass_turn(counter: Any, turn: Any) -> None:
+    """Let the counter be `turn`, after a wait until what this warp has copied to device memory is there."""
+    _of_turn(_PASS_TURN, counter, turn)
+
+
 def put(into: Any, numbers: Sequence[Any], interpret: Any) -> None:
     """Write numbers [N] int32 to shared memory."""
     if interpret is not None:

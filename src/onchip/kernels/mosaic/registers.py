@@ -1,6 +1,7 @@
 """Layouts of values in the registers of a warpgroup, for kernels in Pallas Mosaic GPU."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,21 @@ from onchip.kernels.mosaic.ptx import load_box
 # Before jax 0.11 plgpu.load wants an index besides the reference; later versions warn about it, then take none.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Parameter.empty else ()
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+_REGISTERS = 1 << 16  # of a multiprocessor
+_OF_THREAD = range(24, 257, 8)
+
+
+def fit(of_warpgroups: Sequence[int]) -> bool:
+    """Whether warpgroups may set the registers of a thread to these numbers, one for each of a program.
+
+    Together they may have no more than the program has at its start: a warpgroup that asks for more waits for ever.
+    """
+    threads = WARPGROUP * len(of_warpgroups)
+    at_start = threads * (_REGISTERS // threads // 8 * 8)
+    return WARPGROUP * sum(of_warpgroups) <= at_start and all(x in _OF_THREAD for x in of_warpgroups)
 
 
 class Registers:

@@ -36,6 +36,10 @@ class Counter:
         """Take a number.  all_numbers: how many are taken, by all programs together."""
         add_one(self.counter, self.drawn, all_numbers - 1)
         plgpu.barrier_arrive(self.taken)
+        return self.taken_number()
+
+    def taken_number(self) -> Any:
+        """The number that was taken, in any warpgroup, if each of a program takes one."""
         plgpu.barrier_wait(self.taken)
         return self.drawn[0]
 

@@ -15,6 +15,7 @@ from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_inputs import check_kinds, dtype_of, hopper_refusal, is_array, platform, require_arrays
 from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array
+from onchip.frontend.options import ScratchBytes, scratch_in_bytes
 
 Backend = Literal["auto", "mosaic_gpu", "xla"]
 _CAUSAL = Causal()
@@ -36,6 +37,7 @@ def attention(
     sinks: Array | None = None,  # [Hq]
     layout: Layout = "bthd",
     return_lse: Literal[False] = False,
+    scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
     backend: Backend = "auto",
 ) -> jax.Array: ...
@@ -51,6 +53,7 @@ def attention(
     sinks: Array | None = None,  # [Hq]
     layout: Layout = "bthd",
     return_lse: Literal[True],
+    scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
     backend: Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -65,6 +68,7 @@ def attention(
     sinks: Array | None = None,  # [Hq]
     layout: Layout = "bthd",
     return_lse: bool = False,
+    scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
     backend: Backend = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -90,6 +94,10 @@ def attention(
             neither scaled nor capped.
         layout: "bthd", or "bhtd" if q is [B, Hq, Tq, D], and k, v and the results likewise.
         return_lse: also return each query's log-sum-exp, which is differentiable.
+        scratch_bytes: bound on a device's memory above inputs, results and returned gradients: bytes, or a text like
+            "1GiB" or "300 MiB".  That memory follows from the sizes, and a bound below it raises; a bound below what
+            the fastest gradients take chooses others (see Memory).  With "xla" under plain `jit` the whole call's
+            memory counts, since only the compiler knows how it is spread.
         check_inputs: check the mask's numbers on a GPU too, which waits for the device.  On the CPU they are always
             checked, unless they are traced; then check_inputs=True raises.
         backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, D and Dv up to 256, any mask
@@ -103,15 +111,17 @@ def attention(
 
     Raises:
         TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
-        ValueError: a shape or option is wrong; the backend can't run the call; an id of `Documents` comes back after
-            another one, where values are checked; or an array's type says that its tokens are sharded, outside
-            `jax.shard_map`.
+        ValueError: a shape or option is wrong; scratch_bytes is too small (the message says what suffices); the backend
+            can't run the call; an id of `Documents` comes back after another one, where values are checked; or an
+            array's type says that its tokens are sharded, outside `jax.shard_map`.
         NotImplementedError: the result is differentiated twice.
 
     Memory: q, k, v, out and 4 * B * Tq * Hq bytes are kept for backward.  "xla" also needs tiles of 128 queries by 256
     keys for all heads, and in backward the gradients in float32.  "mosaic_gpu" needs 8 * B * Tq * Hq bytes and a copy
     of out's gradient in backward, and copies of arrays where D and Dv aren't both 64, 128 or 256, or 192 and 128, or
-    whose tokens aren't a multiple of 8.
+    whose tokens aren't a multiple of 8.  With heads of up to 64 numbers one kernel makes all gradients, and sums q's in
+    256 * B * Tq * Hq bytes, with a table of 4 * B * (Tk / 128) * (Tq / 64) bytes.  Not if scratch_bytes has no room for
+    them, if the mask has a `stop` (as `Tree`), or if q, or both k and v, want no gradient.
 
     Example:
         >>> import jax
@@ -129,7 +139,7 @@ def attention(
     for name in ("k", "v"):
         if dtype_of(arrays[name]) != dtype_of(q):
             raise TypeError(f"{OP}: q is {dtype_of(q)} but {name} is {dtype_of(arrays[name])}; cast one of them")
-    options = AttentionOptions(scale, softcap, layout, None, check_inputs, return_lse)
+    options = AttentionOptions(scale, softcap, layout, scratch_in_bytes(OP, scratch_bytes, 0), check_inputs, return_lse)
     p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
     _check_shardings(layout, arrays)
     if check_inputs or jax.default_backend() == "cpu":

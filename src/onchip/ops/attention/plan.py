@@ -1,16 +1,18 @@
 """What `onchip plan` says of the op.  No framework."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
+from onchip.attention.mosaic import problem as mosaic
 from onchip.attention.problem import (
     DEFAULT_SCRATCH,
     MOSAIC_SIZES,
+    XLA_ROWS,
     AttentionProblem,
     least_scratch,
     rows_of_block,
     scratch_parts,
+    xla_parts,
 )
 from onchip.attention.triton.problem import (
     LARGEST_HEAD,
@@ -18,9 +20,7 @@ from onchip.attention.triton.problem import (
     is_fused,
     is_wide,
     memory_parts,
-    padded,
     refusal,
-    tiles_of,
 )
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
@@ -72,7 +72,7 @@ def _kernels(asked: PlannedCall) -> Way:
 
 
 def _fixed(parts: Mapping[str, int], rows: int) -> Way:
-    """A backend that takes the same memory whatever the budget."""
+    """A backend that takes the same memory whatever the budget, which must suffice."""
     return _of_parts(lambda budget: dict(parts), sum(parts.values()), rows)
 
 
@@ -96,37 +96,19 @@ def _mosaic_refusal(asked: PlannedCall) -> str | None:
 
 
 def _mosaic(asked: PlannedCall) -> Way:
-    p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
-    planes, kept = p.batch * p.heads, "kept until backward: " if asked.gradients else ""
-    blocks = p.batch * tiles_of(p.queries) * tiles_of(p.keys)
-    parts = {
-        f"{kept}lse": 4 * planes * padded(p.queries),
-        "ranges, and lists of tiles": 8 * p.batch * padded(p.queries) + 24 * p.batch * tiles_of(p.queries) + 4 * blocks,
-    }
-    if asked.gradients:
-        parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
-        parts["out's gradient, copied"] = size * planes * p.queries * p.value_size
-    widths = next(x for x in MOSAIC_SIZES if x[0] >= p.size and x[1] >= p.value_size)
-    if (p.size, p.value_size) != widths or p.queries % 8:
-        of_all = size * sum(widths) * p.batch * (p.queries * p.heads + p.keys * p.key_heads)
-        parts["copies padded to whole blocks"] = of_all * (1 + asked.gradients)
-    return replace(_fixed(parts, TILE), has_budgets=False)
+    """As `_kernels`: a budget decides which make the gradients, and of some masks the memory may be less."""
+    p, gradients = _problem(asked), asked.gradients
+    parts = partial(mosaic.memory_parts, p, backward=gradients)
+
+    def of_budget(budget: int | None) -> dict[str, int]:
+        return parts(fused=gradients and mosaic.fits_one_kernel(p, budget))
+
+    return _of_parts(of_budget, sum(parts().values()), TILE)
 
 
 def _xla(asked: PlannedCall) -> Way:
-    """On the CPU within 10% of what XLA says, or half above it where the gradients that come are constant."""
-    p, rows, columns = _problem(asked), min(XLA_ROWS, asked.problem.tokens), min(XLA_COLUMNS, asked.problem.tokens)
-    queries, scores = p.batch * p.queries * p.heads, 4 * p.batch * p.heads * rows * columns
-    every = queries * p.size + p.batch * p.keys * p.key_heads * (p.size + p.value_size)
-    parts = {
-        "lse": 4 * queries,
-        "q, k and v, with 0 for NaN and infinity": 4 * every,
-        "a tile's scores": (5 if asked.gradients else 3) * scores,
-        "a tile's rows": 8 * p.batch * p.heads * rows * (p.size + p.value_size),
-    }
-    if asked.gradients:
-        parts |= {"gradients in float32": 4 * every, "out and its gradient in float32": 8 * queries * p.value_size}
-    return replace(_fixed(parts, rows), has_budgets=False)
+    p = _problem(asked)
+    return _fixed(xla_parts(p, 4, backward=asked.gradients), min(XLA_ROWS, p.queries))
 
 
 def _plain(asked: PlannedCall) -> Baseline:
@@ -136,9 +118,6 @@ def _plain(asked: PlannedCall) -> Baseline:
     expression = "softmax(scale * q @ k.mT + mask) @ v; SDPA's fused kernels and others don't store the scores either"
     return Baseline("eager", expression, scores * size * (3 if asked.gradients else 2))
 
-
-# Of xla.plain, which imports JAX.
-XLA_ROWS, XLA_COLUMNS = 128, 256
 
 PLAN = PlannedOp(
     backends={
