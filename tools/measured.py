@@ -487,9 +487,8 @@ SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
      benched("linear_cross_entropy-users", USERS), "linear_cross_entropy-users"),
     ("The newest kernels of other libraries", "The same call beside Liger's functions for Hopper and QuACK, which was "
      "tuned for each case.", benched("linear_cross_entropy-hopper-peers"), "linear_cross_entropy-hopper-peers"),
-    ("linear_cross_entropy in JAX", "Beside XLA's best plain expression, with logits in 16 bits. onchip had an eighth "
-     "of the float32 logits; with a fifth, its default since, no head that was measured again loses "
-     "([file](../results/2026-11-30-h200-jax-rows.json)).",
+    ("linear_cross_entropy in JAX", "Beside XLA's best plain expression, with logits in 16 bits. With a fifth of the "
+     "logits, onchip's default since, [no head that was timed again loses](../results/2026-11-30-h200-jax-rows.json).",
      benched("linear_cross_entropy-jax", USERS), "linear_cross_entropy-jax"),
     ("A training step with transformers", "Gradient checkpointing and AdamW: median time and peak memory.",
      training_steps, "training-step"),

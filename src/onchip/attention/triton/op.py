@@ -122,7 +122,10 @@ def _held(x: KernelCall | KernelKept, lse: Tensor | None, held: Tensor) -> tuple
     entries, tiles = problem.entries_of(p.queries), problem.tiles_of(p.keys)
     table = ranges[: sequences * entries * 8].view(sequences, entries, 8)
     stops = None if x.stop is None else of_stops[: sequences * tiles * 2].view(sequences, tiles, 2)
-    start, end = [n[: p.queries][None] for n in band] if x.start is None else (x.start, x.end)
+    start: Any = x.start
+    end: Any = x.end
+    if start is None:
+        start, end = (n[: p.queries][None] for n in band)
     mask = launches.Masked(start, end, x.stop, table, stops)
     return mask, of_lse.view(torch.float32) if lse is None else lse, counter
 

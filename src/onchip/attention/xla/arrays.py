@@ -23,14 +23,14 @@ def _values(x: Any) -> np.ndarray[Any, Any] | None:
 
 def _begins(ids: jax.Array, step: int) -> jax.Array:
     """[..., T] bool: whether a token is its row's first, or its id isn't that of the one before plus `step`."""
-    before = ids[..., :-1] + step if step else ids[..., :-1]
-    return jnp.concatenate([ids[..., :1] == ids[..., :1], ids[..., 1:] != before], -1)
+    others = ids[..., 1:] != (ids[..., :-1] + step if step else ids[..., :-1])
+    return jnp.concatenate([ids[..., :1] == ids[..., :1], others], -1)
 
 
 def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """By a running maximum from the left, and a running minimum from the right."""
-    axis, tokens = ids.ndim - 1, ids.shape[-1]
-    at, begins = jnp.arange(tokens, dtype=jnp.int32), _begins(ids, 0)
+    axis, tokens, begins = ids.ndim - 1, ids.shape[-1], _begins(ids, 0)
+    at = jnp.arange(tokens, dtype=jnp.int32)
     start = lax.cummax(jnp.where(begins, at, 0), axis=axis)
     following = jnp.where(begins, at, tokens)
     after = jnp.concatenate([following[..., 1:], following[..., :1] * 0 + tokens], -1)
