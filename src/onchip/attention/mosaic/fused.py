@@ -304,8 +304,8 @@ class _Fused:
         refs = self.refs
         if self.interpret is not None:
             block, head = self.of_step(item, i)
-            into = self.place(item, block, head)
-            into[...] = piece + jnp.where(refs["turns"][item.batch, item.tile, block] < 2, 0.0, into[...])
+            into, turn = self.place(item, block, head), refs["turns"][item.batch, item.tile, block]
+            into[...] = jnp.where(turn < 0, into[...], piece + jnp.where(turn < 2, 0.0, into[...]))
             return
         slot = lax.rem(i, jnp.int32(self.c.pieces))
         plgpu.barrier_wait(refs["piece_free"].at[slot])
