@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
@@ -92,12 +93,14 @@ ATTENTIONS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def batch(run: Run, step: int) -> dict[str, Tensor]:
-    """What a model is called with.  Labels of a document's first token are ignored: no other document predicts it."""
+def batch(run: Run, step: int, attention: str) -> dict[str, Any]:
+    """What a model is called with.  Labels of a document's first token are ignored: no other document predicts it.
+    Flash-attention is told where documents begin: the length that transformers finds itself is a tensor, which
+    flash-attn-4 doesn't take."""
     rng = torch.Generator().manual_seed(step if run.length else 0)
     rows, tokens = run.shape
     ids = torch.randint(run.sizes["vocab_size"], run.shape, generator=rng)
-    given = {"input_ids": ids, "labels": ids}
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if run.length:
         lengths = torch.randn(rows, tokens, generator=rng).mul(1.2).exp() * (run.length / 2)
         begins = torch.zeros(rows, tokens + 1, dtype=torch.bool)
@@ -105,15 +108,20 @@ def batch(run: Run, step: int) -> dict[str, Tensor]:
         at = torch.arange(tokens)
         first = torch.where(begins[:, :-1], at, 0).cummax(1).values
         given |= {"position_ids": at - first, "labels": ids.masked_fill(first == at, -100)}
-    return {name: x.cuda() for name, x in given.items()}
+        if attention.startswith("flash"):
+            starts = torch.cat([(first == at).flatten().nonzero()[:, 0], torch.tensor([rows * tokens])]).int()
+            longest = int(starts.diff().max())
+            given |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+            given |= {"max_length_q": longest, "max_length_k": longest}
+    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
 def measured(model: Any, run: Run) -> dict[str, Any]:
     """Milliseconds of a step, GiB of the peak, and the last loss; the first two steps are left out of the times."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-    times = []
+    times: list[float] = []
     for i in range(2 + run.steps):
-        given = batch(run, i)
+        given = batch(run, i, model.config._attn_implementation)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if i == 1:
             torch.cuda.reset_peak_memory_stats()
@@ -125,9 +133,11 @@ def measured(model: Any, run: Run) -> dict[str, Any]:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
+        print(f"  step {i + 1} of {2 + run.steps}: {times[-1]:.0f} ms", file=sys.stderr, flush=True)
     ms = sorted(times[2:])
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return {"median_ms": statistics.median(ms), "least_ms": ms[0], "peak_gib": peak, "last_loss": value.item()}
+    found = {"median_ms": statistics.median(ms), "least_ms": ms[0], "peak_gib": peak, "last_loss": value.item()}
+    return found | {"first_steps_ms": times[:2]}
 
 
 def made(kind: str, sizes: Mapping[str, Any], lora: list[str] | None) -> Any:
