@@ -26,6 +26,7 @@ MOSAIC_CASES = (
     Case("long", 1000, 256, 4096, zipf=True, ignored=0.3),
     Case("full last tile", 512, 512, 8192),
     Case("ragged vocab", 700, 320, 1088, logit_std=3.0),
+    Case("several tiles for each program", 300, 384, 41024),
     Case("large logits", 500, 192, 2112, logit_std=60.0),
     Case("bias, ignored", 1000, 256, 4096, bias=True, ignored=0.5),
     Case("options", 300, 192, 1088, bias=True, options=TERMS | {"softcap": 5.0}),

@@ -8,6 +8,7 @@ test_mosaic_sums.py has the sum of the weight's gradient.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -301,6 +302,29 @@ def test_products(vocab_major):
     assert relative(np.asarray(hidden)[: s.n], expected) < 1e-6
     gradient = gradient if vocab_major else gradient.T
     assert relative(gradient, values.T @ s.rows64) < 2**-8
+
+
+@LAYOUTS
+def test_warpgroups_take_tiles_in_turns(vocab_major):
+    """Six tiles, three of each program, so that the second warpgroup has fewer; more steps than stages."""
+    s = Small(vocab_major, vocab=384)
+    config = replace(CONFIG, alternate=True, stages=2, staging_slots=1)
+    values = np.zeros((TOKENS, PADDED))
+    values[: s.n] = s.exponentials
+    scratch = s.matrix(values, (PADDED, TOKENS), 0)
+
+    @jax.jit
+    def run():
+        ref = reference_to(s.matrix(np.empty((0, 0)), (s.vocab, HIDDEN), 0))
+        products.weight_product(
+            ref, s.rows, s.count, vocab_major=vocab_major, first=at(0), chunks=of(PADDED), kept_tokens=0,
+            in_scratch=scratch, inverse_grad_scale=jnp.full(1, 0.5), config=config, interpret=INTERPRETER,
+        )  # fmt: skip
+        return jax.freeze(ref)
+
+    made = run() if vocab_major else run().T
+    values = np.asarray(jnp.asarray(values[: s.n, : s.vocab], jnp.bfloat16), np.float64)
+    assert relative(made, values.T @ s.rows64 / 2) < 2**-8
 
 
 @pytest.mark.parametrize("vocab_major", [pytest.param(True, marks=pytest.mark.slow), False], ids=["VH", "HV"])

@@ -251,6 +251,22 @@ def test_the_first_chunk_has_tokens_in_the_memory_of_the_weight_gradient_too(cha
     assert mosaic_spec.plan(replace(p, **changes), "auto", eighth).first_chunk == 0
 
 
+@pytest.mark.parametrize(
+    ("hidden", "layout", "tokens", "turns"),
+    [
+        (4096, "vh", 512, True),
+        (4096, "vh", 2049, False),
+        (1024, "vh", 512, False),  # an eighth of the last tile would be empty
+        (1024, "hv", 512, True),
+        (576, "vh", 512, True),
+    ],
+)
+def test_warpgroups_take_turns_with_few_tokens_whose_tiles_fill_rows(hidden, layout, tokens, turns):
+    tiles = mosaic_spec.heuristic_tiles(hidden, layout, tokens)
+    assert tiles["mosaic_weight_at_once"].get("alternate", 0) == turns
+    assert "alternate" not in tiles["mosaic_weight_product"]
+
+
 @pytest.mark.slow
 def test_too_much_shared_memory(as_on_hopper, monkeypatch):
     large = {name: tile | {"stages": 7} for name, tile in mosaic_spec.heuristic_tiles().items()}

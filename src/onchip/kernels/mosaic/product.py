@@ -3,10 +3,10 @@
 `onchip.kernels.mosaic.program` runs it; this module has its description.
 
 A block has three warpgroups.  The last one copies operand blocks from device to shared memory (TMA), `stages` steps
-ahead and across tiles.  The other two multiply them (WGMMA), each for its part of the tile, and hand the float32
-accumulator to an epilogue.  Which blocks are copied, and what happens to the accumulator, are arguments of `Product`: a
-function that issues the copies of each step, and an epilogue.  A third argument, `Promotion`, is for products whose
-steps are scaled.
+ahead and across tiles.  The other two multiply them (WGMMA), each for its part of the tile or for every other tile, and
+hand the float32 accumulator to an epilogue.  Which blocks are copied, and what happens to the accumulator, are
+arguments of `Product`: a function that issues the copies of each step, and an epilogue.  A third argument, `Promotion`,
+is for products whose steps are scaled.
 
 Tiles are numbered so that up to `group` rows of tiles are walked column by column: L2 then serves the operands of those
 that run at the same time, as in Triton's matrix multiplication tutorial.  The roles and their barriers are those of
@@ -50,6 +50,9 @@ class MosaicConfig:
     """How many products a warpgroup leaves running when it starts the next one."""
     staging_slots: int = 2
     """How many blocks of results, [BOX, 128 bytes], a warpgroup sends off together."""
+    alternate: bool = False
+    """Whether the warpgroups take whole tiles in turns, so that one multiplies while the other sends its results off.
+    A tile's two parts are then both one warpgroup's."""
 
     @staticmethod
     def from_numbers(numbers: Mapping[str, int]) -> "MosaicConfig":
@@ -227,6 +230,7 @@ class Product:
         assert self.look_up or not self.counter
         assert self.addends is None or not (self.halves or self.promotion)
         assert self.clean is None or self.promotion is None
+        assert not c.alternate or (self.addends, self.promotion, self.clean, self.look_up) == (None,) * 4
 
     @property
     def boxes(self) -> bool:
@@ -258,8 +262,8 @@ class Product:
         return [
             swizzled((c.stages, *left), of_left),
             swizzled((c.stages, *right), of_right),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
-            plgpu.Barrier(num_arrivals=MATH, num_barriers=c.stages),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages * (MATH if c.alternate else 1)),
+            plgpu.Barrier(num_arrivals=1 if c.alternate else MATH, num_barriers=c.stages),
         ]
 
     def shared(self, *, counted: bool) -> dict[str, Any]:

@@ -74,6 +74,10 @@ class _Program:
         """The stage of a step."""
         return lax.rem(number, jnp.int32(self.p.config.stages))
 
+    def come(self, slot: Any, turn: Any) -> Any:
+        """The barrier of a stage's operands.  Warpgroups count their waits, so in turns each has its own."""
+        return self.full.at[slot + turn * self.p.config.stages if self.p.config.alternate else slot]
+
     def left(self, slot: Any) -> Any:
         """The left operand's shared memory in a stage: of boxes a list, since each index of an index takes Mosaic
         another millisecond.
@@ -107,15 +111,22 @@ class _Program:
     def first(self) -> tuple[Any, Item | None]:
         return self.find(jnp.int32(0), lax.convert_element_type(self.program, jnp.int32))
 
-    def each_tile(self, do: Callable[[Item, Any], Any], first: tuple[Any, Any], following: Callable[..., Any]) -> None:
-        """Call `do` with each tile of this program (the first, and those that follow) and the number of steps before
-        it.
+    def each_tile(
+        self, do: Callable[[Item, Any, Any], Any], first: tuple[Any, Any], following: Callable[..., Any],
+        in_turns: bool = False,
+    ) -> None:  # fmt: skip
+        """Call `do` with each tile of this program (the first, and those that follow), the number of steps before it,
+        and whose turn it is; in turns, with this warpgroup's alone.
         """
 
         def one(state: tuple[Any, Any, Any, Item | None]) -> tuple[Any, Any, Any, Item | None]:
             x, before, number, found = state
             of = self.work.item(number) if found is None else found
-            do(of, before)
+            turn = lax.rem(x, jnp.int32(MATH)) if self.p.config.alternate else None
+            if in_turns:
+                pl.when(turn == self.warpgroup)(lambda: do(of, before, turn))
+            else:
+                do(of, before, turn)
             return x + 1, before + of.steps + (0 if self.p.addends is None else MATH), *following(x + 1)
 
         lax.while_loop(lambda state: state[2] < self.items, one, (jnp.int32(0), jnp.int32(0), *first))
@@ -130,7 +141,7 @@ class _Program:
         for slot in range(self.p.config.stages):  # until the last products have read theirs
             plgpu.barrier_wait(self.free.at[slot])
 
-    def copy_tile(self, of: Item, before: Any) -> None:
+    def copy_tile(self, of: Item, before: Any, turn: Any) -> None:
         p = self.p
 
         def several(k: Any, count: int) -> None:
@@ -140,7 +151,7 @@ class _Program:
             for i, slot in enumerate(slots):
                 beside = [x.at[slot] for x in self.vectors]
                 which = ProductStep(of.i, of.j, of.first + k + i, of.found)
-                p.copies(self.refs, which, self.left(slot), self.b_smem.at[slot], self.full.at[slot], *beside)
+                p.copies(self.refs, which, self.left(slot), self.b_smem.at[slot], self.come(slot, turn), *beside)
 
         pairs = 0 if p.in_pairs is None else jnp.where(p.in_pairs(of.found), lax.div(of.steps, jnp.int32(2)), 0)
         if p.in_pairs is not None:
@@ -158,36 +169,48 @@ class _Program:
     def multiply(self) -> None:
         plgpu.set_max_registers(232, action="increase")
         c = self.p.config
-        for slot in range(c.stages):
-            plgpu.barrier_arrive(self.free.at[slot])
-        over_m = pl.ds(self.warpgroup * c.part_m, c.part_m) if c.split == "m" else slice(None)
-        over_n = pl.ds(self.warpgroup * c.part_n, c.part_n) if c.split == "n" else slice(None)
-        self.own = over_m, over_n
         tile = self.tile if self.p.promotion is None else partial(self.promoted_tile, self.p.promotion)
+
+        def all_are_free() -> None:
+            for slot in range(c.stages):
+                plgpu.barrier_arrive(self.free.at[slot])
+
+        if c.alternate:
+            pl.when(self.warpgroup == 0)(all_are_free)
+        else:
+            all_are_free()
+        self.parts = [self.part(x) for x in (range(MATH) if c.alternate else (self.warpgroup,))]
         if self.broadcast is None:
-            self.each_tile(tile, self.first(), self.find)
+            self.each_tile(tile, self.first(), self.find, in_turns=c.alternate)
         else:
             self.broadcast.begin()
             self.each_tile(tile, self.hear(jnp.int32(0)), self.hear)
         if self.p.stored is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def operands(self, slot: Any) -> tuple[Any, Any]:
-        """This warpgroup's parts of a stage, [part_m, tile_k] and [tile_k, part_n]."""
-        p, (over_m, over_n) = self.p, self.own
+    def part(self, number: Any) -> tuple[Any, Any, Any]:
+        """A part of a tile: its number, its rows and its columns."""
+        c = self.p.config
+        over_m = pl.ds(number * c.part_m, c.part_m) if c.split == "m" else slice(None)
+        over_n = pl.ds(number * c.part_n, c.part_n) if c.split == "n" else slice(None)
+        return number, over_m, over_n
+
+    def operands(self, slot: Any, part: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        """A part's operands in a stage, [part_m, tile_k] and [tile_k, part_n]."""
+        p, (number, over_m, over_n) = self.p, part
         if p.boxes:
-            a = self.a_smem.at[slot, self.warpgroup]
+            a = self.a_smem.at[slot, number]
         else:
             a = self.a_smem.at[slot, over_m] if p.left == "mk" else self.a_smem.at[slot, :, over_m]
         b = self.b_smem.at[slot, :, over_n] if p.right == "kn" else self.b_smem.at[slot, over_n]
         a, b = (a, b) if self.interpret is None else (a[...], b[...])
         return a.T if p.left.startswith("km") else a, b.T if p.right == "nk" else b
 
-    def place(self, of: Item) -> Part:
-        c, warpgroup = self.p.config, self.warpgroup
-        m = of.i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
-        n = of.j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
-        return Part(of.i, of.j, m, n, warpgroup, of.first, of.found)
+    def place(self, of: Item, part: Any) -> Part:
+        c = self.p.config
+        m = of.i * c.tile_m + (part * c.part_m if c.split == "m" else 0)
+        n = of.j * c.tile_n + (part * c.part_n if c.split == "n" else 0)
+        return Part(of.i, of.j, m, n, part, of.first, of.found)
 
     def storing(self, rows: int, width: int) -> Any:
         """The `store` for a value [rows, width]: blocks go by way of shared memory [MATH, slots, BOX, columns]."""
@@ -227,11 +250,11 @@ class _Program:
             plgpu.barrier_arrive(self.refs["cleaned"])
             plgpu.barrier_wait(self.refs["cleaned"])
 
-    def tile(self, of: Item, before: Any) -> None:
+    def tile(self, of: Item, before: Any, turn: Any) -> None:
         p, c, steps = self.p, self.p.config, of.steps
 
         def step(k: Any, product: Callable[[Any], Any]) -> Any:
-            plgpu.barrier_wait(self.full.at[self.slot_of(before + k)])
+            plgpu.barrier_wait(self.come(self.slot_of(before + k), turn))
             if p.clean is not None:
                 self.cleaned(ProductStep(of.i, of.j, of.first + k, of.found), self.slot_of(before + k))
             result = product(self.slot_of(before + k))
@@ -243,25 +266,28 @@ class _Program:
 
             return result
 
-        def accumulate(acc: Any) -> Any:
+        def accumulate(*sums: Any) -> list[Any]:
             def product(slot: Any) -> None:
-                plgpu.wgmma(acc, *self.operands(slot))
-                plgpu.wgmma_wait(c.in_flight)
+                for acc, part in zip(sums, self.parts, strict=True):
+                    plgpu.wgmma(acc, *self.operands(slot, part))
+                plgpu.wgmma_wait(c.in_flight * len(sums))
 
             lax.fori_loop(0, steps, lambda k, _: step(k, product), None)
-            return acc[...]
+            return [acc[...] for acc in sums]
 
-        def interpreted() -> Any:  # whose WGMMA takes no transposed operands
-            def product(acc: Any, slot: Any) -> Any:
-                return acc + jnp.dot(*self.operands(slot), preferred_element_type=jnp.float32)
+        def interpreted() -> list[Any]:  # whose WGMMA takes no transposed operands
+            def product(sums: list[Any], slot: Any) -> list[Any]:
+                pairs = [self.operands(slot, part) for part in self.parts]
+                return [x + jnp.dot(*y, preferred_element_type=jnp.float32) for x, y in zip(sums, pairs, strict=True)]
 
-            zeros = jnp.zeros((c.part_m, c.part_n), jnp.float32)
-            return lax.fori_loop(0, steps, lambda k, acc: step(k, lambda slot: product(acc, slot)), zeros)
+            zeros = [jnp.zeros((c.part_m, c.part_n), jnp.float32)] * len(self.parts)
+            return lax.fori_loop(0, steps, lambda k, sums: step(k, lambda slot: product(sums, slot)), zeros)
 
         if self.interpret is None:
-            value = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((c.part_m, c.part_n), jnp.float32))
+            accumulator = plgpu.WGMMAAccumulatorRef((c.part_m, c.part_n), jnp.float32)
+            values = pl.run_scoped(accumulate, *[accumulator] * len(self.parts))
         else:
-            value = interpreted()
+            values = interpreted()
         for late in range(c.in_flight, 0, -1):
 
             @pl.when(steps >= late)
@@ -269,8 +295,9 @@ class _Program:
                 plgpu.barrier_arrive(self.free.at[self.slot_of(before + steps - late)])
 
         if p.addends is not None:
-            value = self.added(p.addends, value, before + steps)
-        p.epilogue(self.refs, self.place(of), value, self.storing(c.part_m, c.part_n))
+            values = [self.added(p.addends, *values, before + steps)]
+        for (part, *_), value in zip(self.parts, values, strict=True):
+            p.epilogue(self.refs, self.place(of, part), value, self.storing(c.part_m, c.part_n))
 
     def added(self, addends: Addends, value: Any, first: Any) -> Any:
         """With the addends in the stages of the steps from number `first` on, of which each warpgroup frees the other's
@@ -290,7 +317,7 @@ class _Program:
         pl.when(self.warpgroup == 0)(lambda: pass_by(self.slot_of(first + 1)))
         return total
 
-    def promoted_tile(self, promotion: Promotion, of: Item, before: Any) -> None:
+    def promoted_tile(self, promotion: Promotion, of: Item, before: Any, _: Any) -> None:
         p, c, wave_n = self.p, self.p.config, promotion.wave_n
         waves = [(m, n) for m in range(0, c.part_m, BOX) for n in range(0, c.part_n, wave_n)]
 
@@ -300,7 +327,7 @@ class _Program:
             return self.promoted_step(promotion, waves, slot, results)
 
         results = lax.fori_loop(0, of.steps, one, (Registers(self.interpret).zeros((BOX, wave_n)),) * len(waves))
-        at = self.place(of)
+        at = self.place(of, self.warpgroup)
         for (m, n), result in zip(waves, results, strict=True):
             p.epilogue(self.refs, at._replace(m=at.m + m, n=at.n + n), result, self.storing(BOX, wave_n))
 

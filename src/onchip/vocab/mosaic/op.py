@@ -407,6 +407,8 @@ def _walk(
         at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above.even)
 
     of_vocab = groups(layer.vocab, plan, recomputed=recomputed_rows > 0)
+    # Chunks are no multiple of its tiles along the vocabulary.
+    of_weight = tiles["weight_at_once" if major or plan.chunk >= layer.vocab else "weight_product"]
     largest = max(group.size for group in of_vocab)
     names = ("sums", "second sums") if plan.halves else ("sums",)
     of_targets = {
@@ -441,7 +443,7 @@ def _walk(
         recomputed = recompute(state, begin, group.size) if recomputed_rows else None
         if not needs.weight:
             return
-        static = {"vocab_major": major, "kept_tokens": plan.kept_in_gradient, "config": tiles["weight_product"]}
+        static = {"vocab_major": major, "kept_tokens": plan.kept_in_gradient, "config": of_weight}
         product = partial(
             in_place, products.weight_product, static, state["out"], rows, at.number, first=begin,
             kept=exponentials.lying((None, None)).gradient if kept else None, in_scratch=in_scratch,
