@@ -7,21 +7,15 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
-import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import launched
 from onchip.kernels.triton import launch as launches
+from onchip.kernels.triton.compiling import resources
 
 IS_LATER = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2]) > (3, 6)
 # By kernel, bytes of a thread's stack that Triton 3.7, 3.8 or 3.9 takes beyond what 3.6 does.
@@ -29,18 +23,6 @@ LATER = {
     "losses": 96, "log_probs": 72, "weight_added": 72, "weight_gradient": 8, "softmax_in_turns": 8,
     "softmax_gradient": 8, "gradients": 8, "quantize_words": 32, "fused_gradient": 120, "paired_fused_gradient": 16,
 }  # fmt: skip
-_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int16: "i16",
-    torch.uint8: "u8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
 
 
 @dataclass(frozen=True)
@@ -63,36 +45,6 @@ class Compiled:
         return max(0, self.stack - (LATER.get(self.kernel, 0) if IS_LATER else 0))
 
 
-def source_of(launch):
-    """The kernel with its arguments' types, and what Triton specialises on: 1, and multiples of 16."""
-    signature, constants, attributes = {}, {}, {}
-    for i, p in enumerate(launch.kernel.params):
-        if p.do_not_specialize:
-            signature[p.name] = "i32"
-            continue
-        signature[p.name] = _type((i,), launch.arguments[p.name], constants, attributes, constant=p.is_constexpr)
-    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    return kind(launch.kernel, signature, constants, attributes)
-
-
-def _type(path, value, constants, attributes, *, constant=False):
-    if isinstance(value, tuple) and not constant:
-        parts = [_type((*path, i), x, constants, attributes) for i, x in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if constant or value is None or (type(value) is int and value == 1):
-        constants[path] = value
-        return "constexpr"
-    if isinstance(value, TensorDescriptor | GluonDescriptor):
-        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
-        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
-    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-    if isinstance(number, int) and number % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]
-    if isinstance(value, torch.Tensor):
-        return f"*{_TYPES[value.dtype]}"
-    return {int: "i32", float: "fp32"}[type(value)]
-
-
 def kinds(runs, device=launched.H100):
     """By what the compiler is asked for, the first launch that asks, of recorded calls as on this device."""
     found = {}
@@ -102,8 +54,9 @@ def kinds(runs, device=launched.H100):
             return launched.collective(args) if func.namespace == "c10d" else func(*args, **(kwargs or {}))
 
         def launch(self, launch):
-            source = source_of(launch)
-            kind = source.signature, source.constants, source.attrs, launch.options
+            source = launch.job(device.capability).source
+            attributes = {path: x for path, x in source.attrs.items() if x}
+            kind = source.signature, source.constants, attributes, launch.options
             # Without the names of classes.
             key = launch.kernel.__name__, *(re.sub(r"JITFunction\([\w.]+:|\b[A-Z]\w+\(", "(", str(x)) for x in kind)
             found.setdefault(key, launch)
@@ -120,30 +73,19 @@ def kinds(runs, device=launched.H100):
 
 def compiled(launch, capability):
     """The launch's kernel, for GPUs of a compute capability."""
-    target = GPUTarget("cuda", capability, 32)
+    job = launch.job(capability)
     with redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
         knobs.nvidia.dump_ptxas_log = True
-        kernel = triton.compile(source_of(launch), target=target, options=launch.options)
+        kernel = triton.compile(job.source, target=job.target, options=job.options)
     unused = unused_barriers(kernel.asm["ttgir"])
     assert not unused, f"{launch.kernel.__name__} makes barriers that it doesn't use: {unused}"
-    registers, stack = _resources(kernel.asm["cubin"])
+    registers, stack = resources(kernel)
     given = {p: launch.arguments[p.name] for p in launch.kernel.params}
     constants = {p.name: x if p.is_constexpr else x is not None for p, x in given.items()}
     for x in given.values():
         constants |= {name: part is not None for name, part in getattr(x, "_asdict", dict)().items()}
     shared = kernel.metadata.shared
     return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], shared, registers, stack, said.getvalue())
-
-
-def _resources(cubin):
-    """Registers, and bytes of stack, of a thread."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr).groups()
-    return int(registers), int(stack)
 
 
 def unused_barriers(ttgir):

@@ -12,9 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
-from compiled import source_of
 from onchip.groups.triton import op as groups
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.triton import setup
@@ -90,7 +88,8 @@ def _served(*_):  # a function, which torch.compile can trace
 
 
 def _compile(launch):
-    return triton.compile(source_of(launch), target=GPUTarget("cuda", 90, 32), options=launch.options)
+    job = launch.job(90)
+    return triton.compile(job.source, target=job.target, options=job.options)
 
 
 _translate = cache(translate.translate)

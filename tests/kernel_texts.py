@@ -7,10 +7,9 @@ import re
 from hashlib import sha256
 
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-from compiled import kinds, source_of
+from compiled import kinds
 
 
 def kernels(runs):
@@ -28,12 +27,13 @@ def _constants(launch):
 
 
 def _text(launch):
-    backend, context = make_backend(GPUTarget("cuda", 90, 32)), ir.context()
-    options = backend.parse_options(dict(launch.options))
+    job, context = launch.job(90), ir.context()
+    backend = make_backend(job.target)
+    options = backend.parse_options(dict(job.options))
     ir.load_dialects(context)
     backend.load_dialects(context)
-    target, words, numbers = GPUTarget("cuda", 90, 32), backend.get_codegen_implementation(options), {}
-    made = source_of(launch).make_ir(target, options, words, backend.get_module_map(), context)
+    words, numbers = backend.get_codegen_implementation(options), {}
+    made = job.source.make_ir(job.target, options, words, backend.get_module_map(), context)
     return re.sub(r'@("[^"]*"|[\w.$]+)', lambda x: f"@{numbers.setdefault(x[0], len(numbers))}", made.str_nodebug())
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import launched_cases
-from compiled import source_of
 from launched import Recorder, on_h100
 from launched_cases import grouped, head, of_logits, quantised, two_heads
 from onchip.frontend.torch_ahead import without_memory
@@ -121,7 +120,7 @@ def is_no_divergence_at_an_end(name):
 
 def kind_of(launch):
     """What is asked of the compiler, and what of it depends on numbers and addresses alone."""
-    source = source_of(launch)
+    source = launch.job(90).source
     kind = launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options)
     return kind, str(source.attrs)
 

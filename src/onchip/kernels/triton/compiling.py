@@ -1,6 +1,7 @@
 """Compiles kernels side by side, before the first of them is launched."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from hashlib import sha256
 from inspect import getclosurevars
 from pathlib import Path
 from pickle import PicklingError
+from tempfile import NamedTemporaryFile
 from threading import Lock, RLock, Timer
 from typing import Any, NamedTuple
 
@@ -97,6 +99,21 @@ def compile_jobs(jobs: Sequence[Job]) -> list[Any]:
                     process.started.communicate(dumps(missing))
     made = {x: triton.compile(job.source, target=job.target, options=job.options) for x, job in found.items()}
     return [made[key] for key in keys]
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """Registers of a thread of a compiled kernel, and bytes of its stack, which it needs where registers don't suffice;
+    no GPU is asked."""
+    from triton import knobs
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        asked = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
 
 
 _DONE: set[str] = set()  # what this process has asked for

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.frontend import torch_ahead, torch_prepared
+from onchip.kernels.triton.compile_process import Job
 from onchip.kernels.triton.compiling import Ask, compile_coming
+from onchip.kernels.triton.keys import settle
 from onchip.kernels.triton.packed import Packed
 from onchip.kernels.triton.recalled import noted_any, recall
 from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, hashing, interpreted, settings
@@ -122,6 +124,22 @@ class Launch(NamedTuple):
         """The kernel, compiled but not launched."""
         recall(self.kernel)
         return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+
+    def job(self, capability: int) -> Job:
+        """The job of compiling the kernel for a GPU that need not be there, whose compute capability is 8.0 if this is
+        80.  Of tensors without memory Triton sees what it would see of others.
+        """
+        from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+        from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
+        from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
+        from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]
+
+        kernel, target, given = self.kernel, GPUTarget("cuda", capability, 32), self.arguments | self.options
+        kind, backend = GluonASTSource if kernel.is_gluon() else ASTSource, make_backend(target)
+        bound, seen, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(**given)
+        options, *source = kernel._pack_args(backend, given, bound, seen, None)
+        settle(kernel)
+        return Job(kind(kernel, *source), target, vars(options), None)
 
     def _values(self, compiled: "_Compiled") -> Sequence[Any]:
         """The values of all arguments, in the order of the parameters."""
