@@ -15,6 +15,7 @@ from interpreter import main, registering
 from onchip.frontend.topk import TopK
 from onchip.jax import cross_entropy, grouped_matmul, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
 from onchip.kernels.triton import jax_front, jax_listed
+from onchip.kernels.triton.launch import Launch
 
 CHECKS = {}
 # Options whose kernels others run too, for JAX in "everything" and for PyTorch in `interpreted_losses`.
@@ -188,8 +189,8 @@ def right(name):
     with (
         mock.patch.object(jax.ffi, "ffi_call", interpreted),
         mock.patch.object(jax_listed, "told", lambda *x: x),
-        mock.patch.object(jax_listed, "stack", return_value=0),
-        mock.patch.object(jax_listed, "job", return_value=None),
+        mock.patch.object(jax_listed, "resources", return_value=(0, 0)),
+        mock.patch.object(Launch, "job", return_value=None),
         mock.patch.object(jax_listed, "compile_jobs", lambda jobs: jobs),
         mock.patch.object(jax_front, "refusal", return_value=None),
         mock.patch.object(jax_front, "gpu", return_value=(80, 3, 166912)),

@@ -12,16 +12,19 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from jax.sharding import PartitionSpec as P
 from triton.backends.nvidia.compiler import get_ptxas
 
 from launched import recorded
-from onchip.jax import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
+from onchip.jax import TopK, cross_entropy, grouped_matmul, jsd, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.kernels.triton import jax_front, jax_listed, launch
-from onchip.kernels.triton.fill import fill_zeros
 from onchip.torch import linear_cross_entropy as of_torch
+from onchip.vocab.triton import setup
 
 T, H, V, BF16 = 300, 512, 2000, jnp.bfloat16
 LIKE = jax.ShapeDtypeStruct((T, H), BF16), jax.ShapeDtypeStruct((V, H), BF16), jax.ShapeDtypeStruct((T,), jnp.int32)
@@ -62,7 +65,7 @@ def gpu():
                 patches += [
                     mock.patch.object(jax_listed, "compile_jobs", list),
                     mock.patch.object(jax_listed, "told", lambda launch, *_: repr(launch.kernel).encode()),
-                    mock.patch.object(jax_listed, "stack", return_value=0),
+                    mock.patch.object(jax_listed, "resources", return_value=(0, 0)),
                 ]
             _forget()
             for x in patches:
@@ -101,7 +104,7 @@ def test_what_is_launched_is_what_pytorch_launches(gpu):
     with mock.patch("launched.H100", ampere):
         lines = recorded(of_torch, given, given | {"backend": "triton"})
     theirs = [re.match(r"(\w+) (?:again )?([\dx]+),", x) for x in lines]
-    assert [x for x in seen if x[0] != "fill_zeros"] == [x.groups() for x in theirs if x]
+    assert seen == [x.groups() for x in theirs if x]
 
 
 def test_the_same_call_is_the_same_text(gpu):
@@ -120,6 +123,81 @@ def test_memory_is_written_in_place(gpu):
     calls = [x for x in text.splitlines() if f"@{jax_listed.TARGET}" in x]
     assert len(calls) == 14
     assert all("output_operand_alias" in x for x in calls)
+
+
+def test_a_part_of_each_sequence_is_a_slice(gpu):
+    """Not what a list of places picks, which would be a constant as large."""
+    gpu(80)
+    hidden, ids = jax.ShapeDtypeStruct((2, T, H), BF16), jax.ShapeDtypeStruct((2, T, 8), jnp.int32)
+
+    def loss(h, w, i, p):
+        return linear_cross_entropy(h, w, TopK(i, p, "probs", "truncated"), shift=True, backend="triton")
+
+    text = lowered(loss, hidden, LIKE[1], ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)).as_text()
+    assert max(map(len, text.splitlines())) < 10_000
+
+
+def test_what_one_matrix_spans_is_one_array(gpu):
+    """Two chunks of tokens, one after the other, have their pieces in the same place, behind what is kept."""
+    gpu(80)
+    made, aligned = [], setup.aligned
+
+    def noted(like, shape, dtype, others=()):
+        made.append((aligned(like, shape, dtype, others), [x for x in others if x.numel()]))
+        return made[-1][0]
+
+    like = [jax.ShapeDtypeStruct(x, BF16) for x in ((8192, 4096), (128256, 4096))]
+    with mock.patch.object(setup, "aligned", noted):
+        labels = jax.ShapeDtypeStruct((8192,), jnp.int32)
+        lowered(lambda h, w, y: linear_cross_entropy(h, w, y, backend="triton"), *like, labels)
+    gradient, digits, first, other = (x for x, _ in made)
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x, _ in made}
+    assert [*storages.values()] == [other.data_ptr() + other.nbytes]
+    assert gradient.data_ptr() == 0
+    assert digits.data_ptr() == gradient.nbytes
+    assert first.data_ptr() == other.data_ptr() == digits.data_ptr() + digits.nbytes
+
+
+def test_no_tokens(gpu):
+    gpu(80)
+    z, y = (jax.ShapeDtypeStruct((0, *x.shape[1:]), x.dtype) for x in (LOGITS, LIKE[2]))
+    lowered(lambda z, y: cross_entropy(z, y, backend="triton"), z, y, argnums=0)
+    x, w = jax.ShapeDtypeStruct((0, 64), BF16), jax.ShapeDtypeStruct((3, 32, 64), BF16)
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    lowered(lambda x, w, n: grouped_matmul(x, w, n, backend="triton").astype(jnp.float32).sum(), x, w, sizes)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, 1:],
+        lambda x: x[1:, :-2],
+        lambda x: x[2:, 1:, 3:],
+        lambda x: x[:, 2, 1::2],
+        lambda x: x[1, :, 4],
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x[1:3].flatten(1).T,
+        lambda x: x[3:],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
+def test_views(view, dtype):
+    whole = torch.arange(-100, 140).view(4, 6, 10).to(dtype)
+    memory, part = jax_listed.XlaMemory(), view(whole)
+    memory.write(whole, whole.numpy())
+    assert torch.equal(torch.from_numpy(np.array(memory.read(part))).to(dtype), part)
+    memory.write(part, 7 - part.numpy())
+    part.copy_(7 - part)
+    assert torch.equal(torch.from_numpy(np.array(memory.read(whole))).to(dtype), whole)
+    (flat,) = memory.values()
+    assert np.array_equal(np.asarray(flat).view(whole.numpy().dtype), whole.numpy().reshape(-1))
+
+
+def test_labels_without_a_sign():
+    x, memory = torch.empty(2, dtype=torch.int64, device="meta"), jax_listed.XlaMemory()
+    memory.write(x, jnp.array([3, 2**32 - 100], jnp.uint32))
+    (flat,) = memory.values()
+    assert np.asarray(flat).view(np.int64).tolist() == [3, 2**32 - 100]
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -189,10 +267,15 @@ def test_an_address_that_is_read_in_an_unknown_way():
         jax_listed.of_arrays("f", code, [(1, 0), None, (0, 48)], 2)
 
 
+@triton.jit(do_not_specialize=["N"])
+def put(out, N, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, i, mask=i < N)
+
+
 def test_pointers_that_16_divides_are_told():
     memory = torch.empty(64, device="meta")
-    given = {"out": memory[2:], "N": 3, "BLOCK": 16}
-    asked = [jax_listed.job(launch.Launch(fill_zeros, (1,), given | {"out": x}), 80) for x in (memory[4:], memory[2:])]
+    asked = [launch.Launch(put, (1,), {"out": x, "N": 3, "BLOCK": 16}).job(80) for x in (memory[4:], memory[2:])]
     assert [x.source.attrs[0,] for x in asked] == [[["tt.divisibility", 16]], []]
     assert asked[0].source.signature == {"out": "*fp32", "N": "i32", "BLOCK": "constexpr"}
 

@@ -84,8 +84,7 @@ def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
 
 
 def _split(op: str, function: str, given: Mapping[str, Any], differentiable: Collection[str]) -> tuple[Any, Any, Any]:
-    """Of a call's arguments, what is known while tracing, the arrays with gradients, and the others; these two with
-    None in place of each other's."""
+    """Of a call's arguments, what is known while tracing, the arrays with gradients, and the others by their names."""
     if given.get("axis_name") is not None:
         raise ValueError(f"{op}: backend 'triton' can't take a split vocabulary; pass backend='auto'")
     arrays, options = {}, {}
@@ -102,19 +101,19 @@ def _split(op: str, function: str, given: Mapping[str, Any], differentiable: Col
             options[name] = x.item() if hasattr(x, "dtype") else x
     turned = [x for x in differentiable if x.endswith("weight")] if given.get("weight_layout") == "hv" else []
     fixed = "constant" if given.get("teacher_grad") else "teacher"
-    names = [x for x in differentiable if not x.startswith(fixed)]
-    leaves, tree = jax.tree.flatten_with_path(vary_alike(arrays))
-    parameters, constants = [
-        tuple([x if (path[0].key in names) == wanted else None for path, x in leaves]) for wanted in (True, False)
-    ]
-    return (function, tuple(turned), tuple(sorted(options.items())), gpu(), tree), parameters, constants
+    names = [x for x in differentiable if x in arrays and not x.startswith(fixed)]
+    static = function, tuple(names), tuple(turned), tuple(sorted(options.items())), gpu()
+    arrays = vary_alike(arrays)
+    return static, tuple([arrays.pop(x) for x in names]), arrays
 
 
 def _forward(static: Any, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Planned]:
     from onchip.kernels.triton.jax_listed import listed
 
-    leaves = [y if x is None else x for x, y in zip(parameters, constants, strict=True)]
-    program = listed(static, tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]), needs)
+    leaves, tree = jax.tree.flatten(dict(zip(static[1], parameters, strict=True)) | constants)
+    # Labels have 64 bits in PyTorch.
+    dtypes = ["int64" if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype.name for x in leaves]
+    program = listed(static, tree, tuple([(x.shape, y) for x, y in zip(leaves, dtypes, strict=True)]), needs)
     outputs, kept = jax.custom_batching.sequential_vmap(partial(program.run, 0, ()))(leaves)
     return outputs, Planned(kept, program)
 

@@ -7,12 +7,11 @@ array: the kernel's machine code adds the offset to the address that it reads.
 """
 
 import re
-import subprocess
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
-from tempfile import NamedTemporaryFile
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -24,48 +23,35 @@ from jaxlib import gpu_triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from triton import knobs  # type: ignore[import-untyped]
-from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
-from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]
 
-from onchip.core.sizes import up
 from onchip.frontend.jax_call import vary_alike
-from onchip.frontend.torch_builder import ALIGNED, THREAD, placed
+from onchip.frontend.torch_builder import THREAD
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_prepared import unstated
-from onchip.kernels.triton.compile_process import Job
-from onchip.kernels.triton.compiling import compile_jobs
-from onchip.kernels.triton.fill import fill_zeros
-from onchip.kernels.triton.keys import settle
+from onchip.kernels.triton.compiling import compile_jobs, resources
 from onchip.kernels.triton.launch import Device, Launch, Shared
 
 TARGET = "triton_kernel_call"  # XLA's name of the call
-_FILLED = 4096  # elements, by a program
 
 
 class Program(TorchDispatchMode):
     """What a function of PyTorch's and its backward do with arguments like these.
 
-    static: the function's "module:name", names of arguments of which it takes the transpose, those that are no arrays,
-    the GPU (`jax_front.gpu`), and the tree of arrays.  needs: which of these need a gradient.
+    static: the function's "module:name", names of arguments with gradients and of those of which it takes the
+    transpose, those that are no arrays, and the GPU (`jax_front.gpu`).  tree: of the arrays by their names.  like:
+    their shapes and PyTorch's dtypes.  needs: which of those with gradients need one.
     """
 
-    def __init__(self, static: Any, like: Sequence[jax.ShapeDtypeStruct], needs: Sequence[bool | None]) -> None:
+    def __init__(self, static: Any, tree: Any, like: Sequence[tuple[Any, str]], needs: Sequence[bool]) -> None:
         super().__init__()
-        function, turned, options, (capability, programs, shared), tree = static
+        function, names, turned, options, (capability, programs, shared) = static
         # Without descriptors, which XLA's call doesn't make: as on a GPU of compute capability 8.0.
         self.device = Device(80, programs, shared)
-        self.stack = partial(stack, capability=capability)
+        self.stack = lambda launch: resources(*compile_jobs([launch.job(capability)]))[1]
         self.steps: list[Any] = []  # launches; of ATen's operators the name, the arguments by name, and the results
-        self.spans: list[tuple[Any, ...]] = []
-        self.derive = lambda *span: self.spans.append(span)  # as `Builder.derive`
-        dtypes = ["int64" if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype.name for x in like]
-        given: Any = [
-            torch.empty(x.shape, dtype=getattr(torch, dtype), device="meta", requires_grad=bool(need))
-            for x, dtype, need in zip(like, dtypes, needs, strict=True)
-        ]
+        given: Any = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in like]
         arguments = jax.tree.unflatten(tree, given)
+        of = [arguments[x].requires_grad_() for x, need in zip(names, needs, strict=True) if need]
         arguments |= {x: arguments[x].T for x in turned if x in arguments} | dict(options)
         module, _, name = function.partition(":")
         with unstated(), self, torch.set_grad_enabled(any(needs)):
@@ -73,42 +59,16 @@ class Program(TorchDispatchMode):
             outputs = _tensors(getattr(import_module(module), name)(**arguments, backend="triton"))
             forward, self.steps = self.steps, []
             upstream = [torch.empty_like(x) if x.requires_grad else None for x in outputs]
-            of, by = [x for x in outputs if x.requires_grad], [x for x in given if x.requires_grad]
-            found = iter(torch.autograd.grad(of, by, _tensors(upstream)) if of else ())
-        gradients = [next(found, None) if need else None for need in needs]
-        given, outputs, upstream, gradients = tree_map_only(
-            Tensor, Tensor.detach, (given, outputs, upstream, gradients)
-        )
+            roots = [x for x in outputs if x.requires_grad]
+            found = iter(torch.autograd.grad(roots, of, _tensors(upstream)) if roots else ())
+        made = [next(found, None) if need else None for need in needs]
+        given, outputs, upstream, made = tree_map_only(Tensor, Tensor.detach, (given, outputs, upstream, made))
+        self.parts = (given, forward, outputs), (upstream, self.steps, made)
         self.fixed = _storages((given, upstream))  # that nothing writes to
-        self.parts = self._joined((given, forward, outputs), (upstream, self.steps, gradients))
-        made, needed = _storages(self.parts[0]), _storages(self.parts[1][1:])
-        self.kept = [x for x in made if x in needed]  # what backward needs
-        launches = [x for _, steps, _ in self.parts for x in steps if isinstance(x, Launch)]
-        codes = compile_jobs([job(x, capability) for x in launches])
-        self.codes = dict(zip(map(id, launches), codes, strict=True))
-
-    def _joined(self, *parts: Any) -> Any:
-        """The parts, where storages that one matrix spans are one, since only XLA knows where arrays are; those that
-        aren't needed at the same time share a place."""
-        spanned = {id(matrix): pieces for _, pieces, matrix, _ in self.spans}
-        sizes = {_storage(x): x.untyped_storage().nbytes() for x in _tensors([*spanned.values()]) if x.numel()}
-        if len(sizes) > 1:
-            (_, forward, outputs), (_, backward, gradients) = parts
-            steps = [_tensors(x) for x in (*forward, *backward, (outputs, gradients))]
-            used = [_storages([spanned.get(id(x), x) for x in step]) for step in steps]
-            lives = [[n for n, x in enumerate(used) if key in x] or [0] for key in sizes]
-            starts, size = placed([*sizes.values()], [(x[0], x[-1]) for x in lives])
-            at = dict(zip(sizes, starts, strict=True))
-            whole = torch.empty(up(size, ALIGNED), dtype=torch.uint8, device="meta").untyped_storage()
-            for x in _tensors((parts, [*spanned.values()])):
-                if _storage(x) in at:
-                    x.set_(whole, at[_storage(x)] // x.itemsize + x.storage_offset(), x.shape, x.stride())
-        rows = {}  # arguments that say where the pieces are, by those that were made from no addresses
-        for function, pieces, matrix, made in self.spans:
-            first, _, rows[id(made)] = function(*[_start(x) if x.numel() else 0 for x in pieces])
-            whole = next(x for x in pieces if x.numel()).untyped_storage()
-            matrix.set_(whole, first // matrix.itemsize, matrix.shape, matrix.stride())
-        return jax.tree.map(lambda x: rows.get(id(x), x), parts, is_leaf=lambda x: id(x) in rows)
+        needed = _storages(self.parts[1][1:])
+        self.kept = [x for x in _storages(self.parts[0]) if x in needed]  # what backward needs
+        launches = {id(x): x for x in (*forward, *self.steps) if isinstance(x, Launch)}
+        self.codes = dict(zip(launches, compile_jobs([x.job(capability) for x in launches.values()]), strict=True))
 
     # What operators and launches state (torch_prepared.py), and what PyTorch computes.
 
@@ -118,10 +78,7 @@ class Program(TorchDispatchMode):
         if not schema.is_mutable and _storages(made).keys() <= _storages((args, kwargs)).keys():  # a view
             return made
         given = dict(zip([x.name for x in schema.arguments], args, strict=False)) | kwargs
-        if name in ("zero_", "fill_") and given.get("value", 0) == 0 and made.nbytes < made.untyped_storage().nbytes():
-            x = made.detach().view(-1)  # a part of an array
-            self.launch(Launch(fill_zeros, (-(-x.numel() // _FILLED),), {"out": x, "N": x.numel(), "BLOCK": _FILLED}))
-        elif not name.startswith(("empty", "new_empty")):
+        if not name.startswith(("empty", "new_empty")):
             self.steps.append((name, *tree_map_only(Tensor, Tensor.detach, ([*given.items()], made))))
         return made
 
@@ -132,10 +89,8 @@ class Program(TorchDispatchMode):
     def refuse(self, reason: str) -> None:
         raise NotImplementedError(reason)
 
-    def allocate(self, *_: Any) -> None:
-        """Of what ATen's operators do, `__torch_dispatch__` knows."""
-
-    zero = call = connected = require = allocate
+    # `__torch_dispatch__` knows what ATen's operators do.
+    allocate = zero = call = connected = derive = require = lambda *_: None
 
     def run(self, part: int, kept: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Do forward, part 0, or backward, 1, with what forward kept; returns the results, and what backward needs."""
@@ -166,25 +121,22 @@ class XlaMemory(dict[int, jax.Array]):
         dtype = _in_jax(x.dtype)
         if not x.numel() or _storage(x) not in self:
             return jnp.zeros(x.shape, dtype)
-        if x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous():
-            return self.read(x.T).T
         if not x.is_contiguous():
-            whole, places = _within(x)
-            return self.read(whole)[places]
+            whole, place, order = _within(x)
+            return self.read(whole)[place].transpose(np.argsort(order)).reshape(x.shape)
         flat, start, words = self[_storage(x)], _start(x), x.itemsize // dtype.itemsize
         own, size, end = flat.dtype.itemsize, dtype.itemsize, start + x.nbytes
         part = flat[start // own : -(-end // own)].view(dtype)[start % own // size :][: x.numel() * words : words]
         return part.reshape(x.shape)
 
     def write(self, x: Tensor, value: Any) -> None:
-        dtype = _in_jax(x.dtype)
-        value = jnp.broadcast_to(value, x.shape).astype(dtype)
+        dtype, value = _in_jax(x.dtype), jnp.broadcast_to(value, x.shape)
         if not x.is_contiguous():
-            x, places = _within(x)
-            value = self.read(x).at[places].set(value)
-        value = value.reshape(-1)
+            x, place, order = _within(x)
+            value = self.read(x).at[place].set(value.squeeze().transpose(order).astype(dtype))
         if x.itemsize > dtype.itemsize:
-            value = jnp.stack([value, value >> 31], -1).reshape(-1)
+            value = jnp.stack([value.astype(dtype), -(value < 0).astype(dtype)], -1)
+        value = value.astype(dtype).reshape(-1)
         if x.nbytes < x.untyped_storage().nbytes():
             into = self[_storage(x)] if _storage(x) in self else jnp.zeros_like(_new(x))
             value = lax.dynamic_update_slice(into, value.view(into.dtype), (_start(x) // into.dtype.itemsize,))
@@ -224,16 +176,23 @@ def _start(x: Tensor) -> int:
     return int(x.storage_offset()) * x.itemsize
 
 
-def _within(x: Tensor) -> tuple[Tensor, Any]:
-    """The memory from a tensor's first element to its last, and the places of its elements there."""
-    count = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    places = np.lib.stride_tricks.as_strided(np.arange(count), x.shape, [8 * stride for stride in x.stride()])
-    return x.as_strided((count,), (1,)), places
+def _within(x: Tensor) -> tuple[Tensor, Any, list[int]]:
+    """An array around a tensor that has strides of its own, where in it the tensor is, and the order there of those of
+    the tensor's dimensions that are longer than 1."""
+    x = x.squeeze()
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    x = x.permute(order)
+    steps, offset = [*x.stride(), 1], int(x.storage_offset())
+    start = min(offset, x.untyped_storage().nbytes() // x.itemsize - len(x) * steps[0])
+    whole = x.as_strided([len(x), *(a // b for a, b in pairwise(steps))], steps, start)
+    assert whole.is_contiguous(), f"{x.shape} with strides {x.stride()} is no slice of an array"
+    *first, last = np.unravel_index(offset - start, whole.shape)
+    return whole, (*[slice(i, i + n) for i, n in zip(first, x.shape, strict=True)], last), order
 
 
 def _in_jax(dtype: torch.dtype) -> Any:
-    """Two of these stand for a number of 64 bits, which JAX may not have."""
-    return jnp.dtype("int32" if dtype == torch.int64 else dtype_name(dtype))
+    """The same dtype, or int32 where JAX has no numbers of 64 bits: two of these stand for one."""
+    return jax.dtypes.canonicalize_dtype(dtype_name(dtype))
 
 
 def _new(x: Tensor) -> jax.ShapeDtypeStruct:
@@ -244,29 +203,6 @@ def _new(x: Tensor) -> jax.ShapeDtypeStruct:
 
 def _tensors(x: Any) -> list[Tensor]:
     return [y for y in jax.tree.leaves(x) if isinstance(y, Tensor)]
-
-
-def job(launch: Launch, capability: int) -> Job:
-    """The job of compiling the launch's kernel for a GPU that need not be there; 80 stands for compute capability 8.0.
-    Triton sees of the arguments what it would see in PyTorch.
-    """
-    kernel, target = launch.kernel, GPUTarget("cuda", capability, 32)
-    backend, given = make_backend(target), launch.arguments | launch.options
-    bound, seen, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(**given)
-    options, *source = kernel._pack_args(backend, given, bound, seen, None)
-    settle(kernel)
-    return Job(ASTSource(kernel, *source), target, vars(options), None)
-
-
-def stack(launch: Launch, capability: int) -> int:
-    """Bytes of each thread's stack, which it needs because registers don't suffice."""
-    (code,) = compile_jobs([job(launch, capability)])
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
-        file.flush()
-        asked = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        found = re.search(r"STACK:(\d+)", subprocess.check_output(asked, text=True, stderr=subprocess.STDOUT))
-    return 0 if found is None else int(found[1])
 
 
 def told(launch: Launch, code: Any, places: Mapping[int, int], arrays: int) -> bytes:
@@ -305,23 +241,20 @@ def of_arrays(kernel: str, ptx: str, where: Sequence[tuple[int, int] | None], ar
     return ptx.replace(head[1], "\n\t" + ",\n\t".join(given) + "\n", 1)
 
 
-def _pad(x: jax.Array, widths: Sequence[int], value: float = 0) -> jax.Array:
-    pairs = np.reshape(widths, (-1, 2))[::-1].tolist()  # the last dimension's come first
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, 0, 0)] * (x.ndim - len(pairs)) + [(*x, 0) for x in pairs])
-
-
 # ATen's operators, and what they are called in JAX if not by the same names.
 _NAMES = """abs add amax any arange argmax bitwise_not clamp:clip clone:asarray contiguous:asarray div:divide eq:equal
 exp expm1 full full_like gather:take_along_axis ge:greater_equal gt:greater log lt:less mean mul:multiply nan_to_num
 ne:not_equal neg:negative ones ones_like __and__:bitwise_and __or__:bitwise_or reciprocal reshape square sub:subtract
-sum to:asarray where zero_:zeros_like"""
+sum to:asarray where zero_:zeros_like zeros zeros_like"""
 _ATEN: dict[str, Callable[..., Any]] = {
     **{aten: getattr(jnp, name or aten) for aten, _, name in (x.partition(":") for x in _NAMES.split())},
-    "constant_pad_nd": _pad,
     "copy_": lambda x, y: y,
     "index": lambda x, index: x[tuple(slice(None) if i is None else i for i in index)],
     "masked_fill": lambda x, mask, value: jnp.where(mask, value, x),
-    "pad": _pad,
+    # The last dimension's widths come first.
+    "pad": lambda x, widths, mode=None, value=0: jnp.pad(
+        x, [(0, 0)] * (x.ndim - len(widths) // 2) + np.reshape(widths, (-1, 2))[::-1].tolist(), constant_values=value
+    ),
     "searchsorted": partial(jnp.searchsorted, method="sort"),
     "slice_backward": lambda x, shape, first, last, step, axis: (
         jnp.zeros(shape, x.dtype).at[*[slice(None)] * axis, slice(first, last, step)].set(x)

@@ -9,7 +9,7 @@ turns these into the gradients in place; autograd clones them first if the graph
 import math
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,13 +148,10 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
         size += triton_spec.digits_beyond(problem, config)
         gradient = layer.grads[1] and not problem.weight_grad_out
         rows = weight.shape[0] + triton_spec.rows_beyond(problem, config)
-        return TritonSaved(
-            stated.empty(hidden.shape, hidden.dtype, hidden.device) if layer.grads[0] else blank(),
-            make(weight, (rows, weight.shape[1]), weight.dtype) if gradient else blank(),
-            make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
-            vectors,
-            blank(),
-        )
+        hidden_memory = stated.empty(hidden.shape, hidden.dtype, hidden.device) if layer.grads[0] else blank()
+        weight_memory = make(weight, (rows, weight.shape[1]), weight.dtype) if gradient else blank()
+        digits = make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype, (weight_memory,))
+        return TritonSaved(hidden_memory, weight_memory, digits, vectors, blank())
     weight_memory = blank()
     # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
     if not (isinstance(config.kept_in_gradient, int) and config.kept_in_gradient == 0):
@@ -167,26 +164,33 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     return TritonSaved(
         stated.empty(hidden.shape, hidden.dtype if layer.grads[0] else layer.dtype, hidden.device),
         weight_memory,
-        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype),
+        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype, (weight_memory,)),
         vectors,
         blank() if copy is weight else copy,
     )
 
 
-def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, others: Sequence[Tensor] = ()) -> Tensor:
     """Memory not yet filled."""
     return stated.empty(shape, dtype, like.device)
 
 
-def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, others: Sequence[Tensor] = ()) -> Tensor:
     """Memory not yet filled, which begins at a whole row of exponentials, 512 bytes, and is near the others.
 
-    PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
+    PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.  While
+    a call is listed for another framework nothing has an address: the memory is in the storage of the others then,
+    after the last, where the next that is made with the same others is too.
     """
+    size = math.prod(shape) * dtype.itemsize
+    if stated.listed_device() is not None and size and any(x.numel() for x in others):
+        last = max((x for x in others if x.numel()), key=Tensor.data_ptr)
+        storage, start = last.untyped_storage(), up(last.data_ptr() + last.nbytes, EXPONENTIALS_ROW)
+        storage.resize_(max(storage.nbytes(), start + size))
+        return last.view(torch.uint8).as_strided((size,), (1,), start).view(dtype).view(shape)
     memory = _allocate(like, shape, dtype)
     if memory.data_ptr() % EXPONENTIALS_ROW == 0:
         return memory
-    size = math.prod(shape) * dtype.itemsize
     spare = _allocate(like, (size + EXPONENTIALS_ROW,), torch.uint8)
     return spare[-spare.data_ptr() % EXPONENTIALS_ROW :][:size].view(dtype).view(shape)
 
@@ -228,7 +232,8 @@ class TokenChunk(NamedTuple):
                 shift, stride = weight_tiles * size, size
             else:
                 beside = beside[triton_spec.sum_bytes(problem) // 2 :][: vocab * in_gradient]
-        scratch = aligned(hidden, (vocab * in_scratch,), layer.dtype) if in_scratch else beside[:0]
+        kept = (saved.weight_memory, saved.scratch_memory) if layer.grads[1] or in_digits else ()
+        scratch = aligned(hidden, (vocab * in_scratch,), layer.dtype, kept) if in_scratch else beside[:0]
         third = beside[:0]
         if in_digits:
             # At the end: so each chunk of the digits overwrites the previous chunk's exponentials at most.
@@ -294,7 +299,8 @@ def logit_buffer(layer: Layer, config: TritonPlan, saved: TritonSaved, recompute
     nothing = saved.scratch_memory[:0]
     weight_grad = saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing
     scratch = saved.scratch_memory
-    again = aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing
+    kept, rows = (saved.weight_memory, scratch), (recomputed * config.vocab_chunk,)
+    again = aligned(nothing, rows, layer.dtype, kept) if recomputed else nothing
     stride = layer.weight.shape[1] * layer.weight.element_size() // layer.dtype.itemsize
     return _spanning(
         (weight_grad, scratch, again),
@@ -319,7 +325,7 @@ def _spanning(
     element, addresses = given[0].itemsize, [x.data_ptr() for x in given]
     cut = tuple([x.numel() * element for x in given]), VOCAB_TILE * element, shift, stride, tiles, BufferRows, odd
     address, number, rows = _spread(cut, *addresses)
-    first = given[addresses.index(address)]
+    first = next(x for x, at in zip(given, addresses, strict=True) if x.numel() and at == address)
     matrix = first.as_strided((number, VOCAB_TILE), (0, 1))
     told = stated.builder()
     if told is not None:
