@@ -356,7 +356,7 @@ class Block:
     def _shared(self, addresses, size, dtype):
         if len(addresses) and (addresses.min() < SHARED_BASE or addresses.max() + size > len(self.shared)):
             raise Fault("an address is outside of shared memory")
-        if (addresses % size).any():
+        if int(np.bitwise_or.reduce(addresses)) % size:
             raise Fault(f"an address in shared memory is not aligned to {size} bytes")
         return self.shared.view(dtype)[addresses.astype(np.int64) // size]
 

@@ -34,9 +34,9 @@ def _shift(a, by, left):
 
 def _round(x):
     """float32 to the 16 bits of a bfloat16, to the nearest and even."""
-    bits = x.view(np.uint32).astype(np.uint64)
-    made = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), 0x7FFF, made).astype(np.uint32)
+    bits = x.view(np.uint32)
+    made = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # only a NaN's wraps around
+    return np.where(np.isnan(x), np.uint32(0x7FFF), made)
 
 
 def _pack(high, low, kind):
@@ -69,16 +69,11 @@ def _permute(a, b, selector):
 
 
 def _stmatrix(w, block, addresses, values, transposed):
-    for i, value in enumerate(values):
-        halves = value.copy().view(np.uint16).reshape(8, 8)  # row lane / 4, columns 2 (lane % 4) and one more
-        matrix = halves.T if transposed else halves
-        rows = addresses[8 * i : 8 * i + 8]
-        for c in range(0, 8, 2):
-            pair = np.zeros(LANES, np.uint32)
-            pair[:8] = matrix[:, c].astype(np.uint32) | (matrix[:, c + 1].astype(np.uint32) << 16)
-            at = np.zeros(LANES, np.uint64)
-            at[:8] = rows + np.uint64(2 * c)
-            block.store_shared(w, at, np.arange(LANES) < 8, pair)
+    halves = np.stack(values).view(np.uint16).reshape(-1, 8, 8)  # row lane / 4, columns 2 (lane % 4) and one more
+    matrices = np.ascontiguousarray(halves.transpose(0, 2, 1) if transposed else halves)
+    rows = addresses[: 8 * len(values)]
+    at = rows[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
+    block.store_shared(w, at.ravel(), slice(None), matrices.view(np.uint32).ravel())
 
 
 def _ldmatrix(w, block, addresses, count, transposed):

@@ -3,6 +3,8 @@
 import re
 from typing import Any, NamedTuple
 
+SPACE, LABEL, TABLE = (re.compile(x) for x in (r"\s*", r"([$\w]+):", r"\s*\.branchtargets([^;]*);"))
+
 
 class Statement(NamedTuple):
     guard: str | None
@@ -22,7 +24,7 @@ def parse(text):
     body = body[body.index("{") + 1 :]
     declared, statements, scopes, count, at = {}, [], [{}], 0, 0
     while True:
-        at = re.compile(r"\s*").match(body, at).end()
+        at = SPACE.match(body, at).end()
         if body[at] == "{":
             inner, depth, names = at + 1, 1, set()
             while depth:
@@ -39,10 +41,10 @@ def parse(text):
             if not scopes:
                 break
             continue
-        label = re.compile(r"([$\w]+):").match(body, at)
+        label = LABEL.match(body, at)
         if label:
             at = label.end()
-            table = re.compile(r"\s*\.branchtargets([^;]*);").match(body, at)
+            table = TABLE.match(body, at)
             if table:
                 at = table.end()
                 statements.append((label.group(1), [x.strip() for x in table.group(1).split(",")]))
@@ -70,23 +72,24 @@ def parse(text):
 
 
 def _statement(line, scopes):
-    guard = re.match(r"@(!?)([\w%]+)\s+(.*)", line)
+    guard = re.match(r"@(!?)([\w%]+)\s+(.*)", line) if line[0] == "@" else None
     rest = guard.group(3) if guard else line
     name, _, operands = rest.partition(" ")
     renamed = {k: v for scope in scopes for k, v in scope.items()}
 
     def rename(word):
+        if not renamed:
+            return word
         return re.sub(r"(?<![\w%$.])[A-Za-z_]\w*", lambda m: renamed.get(m.group(0), m.group(0)), word)
 
-    parts, depth, word = [], 0, ""
-    for c in operands:
-        if c == "," and depth == 0:
-            parts.append(word.strip())
-            word = ""
-            continue
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(c, 0)
-        word += c
-    if word.strip():
-        parts.append(word.strip())
+    # At commas that aren't inside of braces or brackets; these may hold others.
+    parts, depth = [], 0
+    for part in operands.split(",") if operands.strip() else []:
+        if depth:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+        depth += part.count("{") + part.count("[") - part.count("}") - part.count("]")
+    parts = [x.strip() for x in parts if x.strip()]
     made = [[rename(x.strip()) for x in p[1:-1].split(",")] if p.startswith("{") else rename(p) for p in parts]
     return Statement(rename(guard.group(2)) if guard else None, bool(guard and guard.group(1)), name, made, line)

@@ -73,7 +73,7 @@ class _Translator:
         self.kinds = declared
         self.numbers = {name: i for i, name in enumerate(declared)}
         self.params, self.threads = params, threads
-        self.constants = {}
+        self.constants, self.names = {}, {}
         self.lanes = "ON"  # those that take part
 
     def translate(self, statements):
@@ -126,12 +126,11 @@ class _Translator:
     # -------------------------------------------------------------------------------------------------------- operands
 
     def constant(self, value, dtype):
-        name = f"K{len(self.constants)}"
-        for known, x in self.constants.items():
-            if x.dtype == dtype and x[0].tobytes() == np.array(value, dtype).tobytes():
-                return known
-        self.constants[name] = np.full(LANES, value, dtype)
-        self.constants[name].flags.writeable = False
+        bits = np.dtype(dtype).str, np.array(value, dtype).tobytes()
+        name = self.names.setdefault(bits, f"K{len(self.names)}")
+        if name not in self.constants:
+            self.constants[name] = np.full(LANES, value, dtype)
+            self.constants[name].flags.writeable = False
         return name
 
     def read(self, x, kind):
