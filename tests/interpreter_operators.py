@@ -152,7 +152,7 @@ def with_semantic(member, semantic):
 def put():
     """In place of the interpreter's own, in this process."""
     known, own_equal, own_unwrap = {}, core.dtype.__eq__, core._unwrap_if_constexpr
-    own_check, own_to_tensor, own_cast = (getattr(interpreter.TritonSemantic, x) for x in CHANGED)
+    own_check, own_to_tensor, own_cast, own_broadcast = (getattr(interpreter.TritonSemantic, x) for x in CHANGED)
     plain = {int, float, bool, str, tensor, core.dtype, type(None)}
 
     def patch_builtin(pkg, builder, scope):
@@ -186,6 +186,12 @@ def put():
                 return lhs, rhs
         return own_check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
+    def broadcast(self, lhs, rhs):
+        x, y = lhs.type, rhs.type
+        if x is y or (x.__class__ is y.__class__ is block and x.shape is y.shape):
+            return lhs, rhs
+        return own_broadcast(self, lhs, rhs)
+
     def start_handle(self, data, dtype, attr=None):
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
         most = sizes.get(id(dtype))
@@ -204,9 +210,9 @@ def put():
     of = dict.fromkeys(whole, kinds.INTEGRAL) | dict.fromkeys(floats, kinds.FLOATING) | {"int1": kinds.BOOLEAN}
     core.dtype.kind = lambda self: of[self.name]
     interpreter._patch_builtin, core._unwrap_if_constexpr = patch_builtin, unwrap
-    for name, changed in zip(CHANGED, (check, to_tensor, cast), strict=True):
+    for name, changed in zip(CHANGED, (check, to_tensor, cast, broadcast), strict=True):
         setattr(interpreter.TritonSemantic, name, changed)
     Handle.__init__ = start_handle
 
 
-CHANGED = ("binary_op_type_checking_impl", "to_tensor", "cast")
+CHANGED = ("binary_op_type_checking_impl", "to_tensor", "cast", "broadcast_impl_value")
