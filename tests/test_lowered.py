@@ -41,9 +41,9 @@ def each(names, slow):
     return pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in slow)) for x in names])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def nothing_is_known():
-    """Of kernels that other tests put in the place of these."""
+    """Of kernels that other files' tests put in the place of these."""
     jax.clear_caches()
     yield
     jax.clear_caches()
