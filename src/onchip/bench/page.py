@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +230,13 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
         name: the file's name; the page links to it in its own folder.
         script: the address of plotly.js; by default the script is part of the page, which is then a file of 5 MB.
     """
-    import jinja2
-
     here = Path(__file__).parent
     rows, env = document["rows"], document["environment"]
     columns = _columns(rows, env["device"])
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["unbroken"] = _unbroken
     framework = env.get("framework") or ("jax" if "jax" in env else "torch")
     facts = [env["date"][:10], *(f"{x} {env[x]}" for x in (framework, "onchip") if x in env), f"{len(rows)} rows"]
     data = json.dumps(_plotted(rows, columns) if rows else {}, allow_nan=False, separators=(",", ":"))
-    return environment.from_string((here / "page.html.jinja").read_text(encoding="utf-8")).render(
+    return _template().render(
         css=(here / "page.css").read_text(encoding="utf-8"),
         js=(here / "page.js").read_text(encoding="utf-8"),
         plotly=plotly_js() if script is None else None,
@@ -258,6 +255,16 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
         not_run=[not_run_line(entry) for entry in document.get("not_run", [])],
         looks=[(impl, look["color"], SYMBOLS[look["marker"]][1]) for impl, look in styles_of(rows).items()],
     )
+
+
+@cache
+def _template() -> Any:
+    """The page's, which takes as long to compile as to fill in."""
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["unbroken"] = _unbroken
+    return environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
 
 
 def _unbroken(text: str) -> Any:
