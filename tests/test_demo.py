@@ -304,14 +304,20 @@ def test_fp8_on_a_gpu_is_compared_with_bf16(tmp_path):
     assert 0 < document["fp8"]["largest"] < 0.1
 
 
-def test_page_escapes_the_sample(tiny_run):
+@pytest.fixture
+def no_drawings(monkeypatch):
+    """On the page, whose text is looked at: they take most of its time."""
+    monkeypatch.setattr("onchip.demo.report._drawing", lambda draw, document: "")
+
+
+def test_page_escapes_the_sample(tiny_run, no_drawings):
     from onchip.demo import report
 
     document = {**tiny_run[0], "sample": {**tiny_run[0]["sample"], "text": "<script>alert(1)</script>"}}
     assert "<script>" not in report.html_page(document)
 
 
-def test_page_links_to_the_guides_of_a_checkout(tiny_run, tmp_path):
+def test_page_links_to_the_guides_of_a_checkout(tiny_run, no_drawings, tmp_path):
     from onchip.demo import report
 
     links = re.findall('href="([^"]+)"', report.html_page(tiny_run[0], tmp_path))
