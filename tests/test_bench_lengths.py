@@ -127,14 +127,12 @@ def test_the_command(tmp_path, monkeypatch):
     assert "worst, ms" in html_page(document, path.name, "plotly.js")
 
 
-def test_what_fails_in_its_process_is_told():
-    case = tiny("cross_entropy")[1]
-    asked = AskedLengths("cross_entropy", case, "nobody", "cpu", "float32", 1)
-    with ExitStack() as stack:
-        processes = lengths._Pair(stack)
-        processes.wait_for_imports()
+def test_what_fails_in_its_process_is_told(tmp_path):
+    asked = AskedLengths("cross_entropy", tiny("cross_entropy")[1], "nobody", "cpu", "float32", 1)
+    with lengths._measuring(str(tmp_path)) as process:
+        process.recv()  # it has imported
         with pytest.raises(RuntimeError, match="StopIteration"):
-            processes.measure(asked, print)
+            lengths._answer(process, asked, print)
 
 
 @pytest.mark.parametrize("given", [{"framework": "jax"}, {"world": 2}])
