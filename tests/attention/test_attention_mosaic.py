@@ -254,7 +254,7 @@ def mapped(f):
 @pytest.mark.parametrize(
     ("mask", "size", "wrap", "more", "kernels"),
     [
-        (Documents, 64, mapped, (3,), 2),
+        pytest.param(Documents, 64, mapped, (3,), 2, marks=pytest.mark.slow),
         (causal, 64, in_scan, (3,), 2),
         (causal, 64, in_shard_map, (), 2),
         (Documents, 128, mapped, (3,), 3),
