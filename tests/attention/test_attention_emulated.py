@@ -26,7 +26,8 @@ def case_of(mask, size=64, **more):
 
 FEW = (
     case_of("causal documents", 40, value_size=64, batch=1, queries=200, keys=200, heads=3, sinks=True),
-    case_of("window of both sides", 128, batch=1, sinks=True),  # which reaches beyond the keys
+    # Which reaches beyond the keys.
+    case_of("window of both sides", 128, batch=1, queries=200, keys=200, heads=3, sinks=True),
     case_of("causal documents", 192, value_size=128, batch=1, queries=200, keys=200),
     case_of("causal, last sees last", 72, value_size=104, batch=1, queries=70, keys=140),
 )
