@@ -60,7 +60,7 @@ MORE = {"mean_logits": True, "log_sum_sq_probs": True}
         slow((4096, 64, 4096), "stash", 0, {"grad_hidden": False}, {}),
         slow((4096, 64, 4096), "stash", 8, {}, {}),
         ((2048, 64, 8192), "stash", 16, {"grad_weight": False, "smoothing": True}, {"label_smoothing": 0.1}),
-        ((2048, 64, 8192), "recompute", 0, {"stats": True}, STATS),
+        slow((2048, 64, 8192), "recompute", 0, {"stats": True}, STATS),
         ((777, 64, 5001), "recompute", 4, {"dtype": "float64", "stats": True}, STATS),
         slow((4096, 64, 4096), "recompute", 16, {"smoothing": True}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
         slow((512, 64, 8192), "recompute", 4, {"ids": 1}, {}),
@@ -81,7 +81,7 @@ def test_linear_losses(shape, strategy, extra, changes, options):
     assert taken >= formula / 3 - MIB, "the formula promises far more than is used"
 
 
-@pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "stash"), ("float16", "recompute")])
+@pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "stash"), slow("float16", "recompute")])
 def test_in_16_bits_the_cpu_widens_what_products_read(dtype, strategy):
     problem = Problem(777, 520, 5001, dtype, compacted=True)
     budget = memory.scratch_at_least(problem, strategy) + 8 * MIB

@@ -151,7 +151,9 @@ def test_what_is_wrong_raises(error, message, call):
         call(*drawn())
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(8, 2, 64), (4, 4, 128), (6, 2, 24)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size"), [(8, 2, 64), pytest.param(4, 4, 128, marks=pytest.mark.slow), (6, 2, 24)]
+)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_memory_is_what_the_plan_says(heads, key_heads, size, gradients):
     def call(q, k, v):
