@@ -106,23 +106,114 @@ def test_generation_with_a_cache(calls):
         model = build(kind).eval()
         ids = batches()["plain"][0]["input_ids"]
         left = batches()["left"][1]
+        how = {"attention_mask": left, "max_new_tokens": 6, "do_sample": False}
         texts = {}
         for way in ("eager", "onchip"):
             model.set_attn_implementation(way)
-            texts[way] = model.generate(ids, attention_mask=left, max_new_tokens=6, do_sample=False)
+            texts[way] = model.generate(ids, **how)
         assert torch.equal(texts["eager"], texts["onchip"])
+        assert torch.equal(texts["eager"], model.generate(ids, cache_implementation="static", **how))
         assert all(isinstance(mask, Intervals) for mask in calls)
-    how = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
-    static = model.generate(ids, attention_mask=left, **how)
-    assert torch.equal(static, texts["eager"])
+
+
+@pytest.mark.parametrize("tokens", [3, 20, 24, 30])
+def test_cross_attention(tokens, calls):
+    """A query isn't the key of the same number: its keys may be padding there, or end before."""
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES | sizes | {"dropout": 0.0}))
+    ids = torch.randint(3, 97, (ROWS, tokens), generator=torch.Generator().manual_seed(2))
+    for kind in ("plain", "right", "left"):
+        given, _ = batches()[kind]
+        made = []
+        for way in ("eager", "onchip"):
+            model.set_attn_implementation(way)
+            made.append(run(model, given | {"decoder_input_ids": ids}, torch.ones_like(ids)))
+        (logits, grads), (ours, found) = made
+        assert_near(ours, logits)
+        for name in grads:
+            assert_near(found[name], grads[name])
+    assert all(isinstance(mask, Intervals) for mask in calls)
 
 
 def dense(mask, queries, keys):
     low = mask.lower(ROWS, queries, keys, torch.zeros(1))
-    j = torch.arange(keys)
-    if low.blocks is not None:
-        return low.blocks.expand(ROWS, -1, -1)
-    return (low.start[..., None] <= j) & (j < low.end[..., None])
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    seen = (low.start[..., None] <= j) & (j < low.end[..., None])
+    seen = seen if low.stop is None else seen & (i < low.stop[:, None])
+    return (seen if low.blocks is None else seen & low.blocks).expand(ROWS, -1, -1)
+
+
+def of_blocks(*runs):
+    """Ids of blocks, each a run (id, length)."""
+    return torch.cat([torch.full((n,), x) for x, n in runs]).repeat(ROWS, 1)
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(8, 8, 0), (3, 8, 5), (8, 5, 0), (1, 8, 7)])
+def test_padding_anywhere(queries, keys, offset, at_hand, monkeypatch):
+    """Also where numbers can't be read without waiting for a device."""
+    if not at_hand:
+        monkeypatch.setattr(transformers_attention, "_is_at_hand", lambda x: False)
+    once, twice = of_blocks((-1, 1), (0, 2), (-1, 2), (1, 3)), of_blocks((-1, 1), (0, 2), (-1, 2), (0, 3))
+    causal = masking_utils.causal_mask_function
+    functions = {
+        "causal": causal,
+        "full": masking_utils.bidirectional_mask_function,
+        "window": masking_utils.sliding_window_causal_mask_function(3),
+        "both ways": masking_utils.sliding_window_bidirectional_mask_function(2),
+        "chunks": masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 2])),
+        "images": masking_utils.or_masks(causal, masking_utils.blockwise_overlay(once)),
+        "one image": masking_utils.or_masks(causal, masking_utils.blockwise_overlay(twice)),
+        "mine": masking_utils.and_masks(causal, lambda b, h, q, k: k % 2 == 0),
+    }
+    causal_ones = functions.keys() - {"full", "both ways"}
+    for pad in (None, [], [0, 1], [keys - 1], [0, 2, 3], list(range(keys))):
+        there = None
+        if pad is not None:
+            there = torch.ones(ROWS, keys, dtype=torch.bool).index_fill(1, torch.tensor(pad, dtype=torch.long), False)
+        for name, function in functions.items():
+            given = (ROWS, queries, keys, offset, 0, function, there)
+            made = transformers_attention.make_mask(*given).mask
+            right = masking_utils.sdpa_mask(*given, allow_is_causal_skip=False)[:, 0].expand(ROWS, -1, -1)
+            seen = dense(made, queries, keys)
+            same = (seen == right).all(2)
+            if there is not None and queries == keys and name in causal_ones:
+                outside = (there.cumsum(1) == 0) | (there.flip(1).cumsum(1).flip(1) == 0)
+                same |= outside & ~seen.any(2)  # padding before and after the tokens needs to see nothing
+            assert bool(same.all()), (name, pad)
+            assert isinstance(made, Intervals) or name in ("mine", "one image"), (name, pad)
+
+
+def test_functions_of_callers_under_compile():
+    """There nobody can look into a function."""
+
+    config = transformers.MistralConfig(sliding_window=6, attn_implementation="onchip")
+    masks = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
+
+    def make(x, given):
+        made = [
+            mask(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **more)
+            for mask in masks
+            for more in ({}, {"and_mask_function": lambda b, h, q, k: k % 2 == 0}, {"block_sequence_ids": given})
+        ]
+        return [mask.mask.lower(ROWS, TOKENS, TOKENS, x) for mask in made]
+
+    x, ids = torch.zeros(ROWS, TOKENS, 8), of_blocks((-1, 3), (0, 4), (-1, 8), (0, 9))
+    compiled = torch.compile(make, fullgraph=True, backend="eager")(x, ids)
+    for ours, right in zip(compiled, make(x, ids), strict=True):
+        assert torch.equal(dense(ours, TOKENS, TOKENS), dense(right, TOKENS, TOKENS))
+    assert [mask.blocks is not None for mask in compiled] == [False, True, True] * 2
+
+
+def test_masks_go_to_other_devices():
+    """As accelerate moves the arguments of layers."""
+    mask = transformers_attention.make_mask(ROWS, TOKENS, TOKENS, attention_mask=batches()["right"][1].bool())
+    moved = mask.to("meta", non_blocking=True)
+    assert all(x.is_meta for x in (moved.mask.start, moved.mask.end))
+    assert moved.shape == (ROWS, 1, TOKENS, TOKENS)
+    assert "Intervals" in str(moved)
 
 
 def masks_of(config, make, **given):
@@ -164,10 +255,13 @@ def test_masks_of_images_and_of_callers(make, given, ranges):
 
 def test_functions_of_callers_are_told_from_transformers_own():
     mine = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k < 5)
-    leaves = list(transformers_attention._leaves(mine))
-    assert [transformers_attention._is_known(x) for x in leaves].count(False) == 1
+    names = [transformers_attention._name(x) for x in transformers_attention._leaves(mine)]
+    assert names == ["causal_mask_function", ""]
     own = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(4))
-    assert all(map(transformers_attention._is_known, transformers_attention._leaves(own)))
+    names = [transformers_attention._name(x) for x in transformers_attention._leaves(own)]
+    assert names == ["causal_mask_function", "sliding_window_overlay"]
+    assert set(names) <= transformers_attention._RANGES
+    assert all(hasattr(masking_utils, x) for x in transformers_attention._RANGES | transformers_attention._COMBINED)
 
 
 def test_lengths_of_documents_are_used():
@@ -212,5 +306,9 @@ def test_what_is_refused():
             forward(module, x, x, x, None, **given)
     with pytest.raises(NotImplementedError, match="no mask was made for 3 queries and 4 keys"):
         forward(module, x[:, :, :3], x, x, None)
-    assert forward(module, x, x, x, None, sliding_window=2)[0].shape == (1, 4, 2, 8)
+    module.config = transformers.LlamaConfig(output_attentions=True)
+    with pytest.raises(NotImplementedError, match="never stored"):
+        forward(module, x, x, x, None)
+    assert forward(module, x, x, x, None, sliding_window=2, output_attentions=False)[0].shape == (1, 4, 2, 8)
+    module.config = None
     assert forward(module, x[:, :, :1], x, x, None, is_causal=False)[0].shape == (1, 1, 2, 8)
