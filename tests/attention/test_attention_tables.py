@@ -4,6 +4,7 @@ emulator.
 
 from itertools import product
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,8 @@ from onchip.attention.problem import AttentionProblem
 from onchip.attention.torch import arrays
 from onchip.attention.triton import launches
 from onchip.attention.triton.problem import TILE, entries_of, key_tile, tiles_of
-from onchip.masks import Causal, Full, Window
-from onchip.ops.attention import reference
+from onchip.masks import Causal, Chunked, Documents, Full, Intervals, PrefixLM, Tree, Window
+from onchip.ops.attention import reference, torch_op
 from onchip.ops.attention.cases import KINDS, Drawn
 
 TOKENS, HALF = 300, TILE // 2
@@ -36,6 +37,7 @@ def test_the_normal_form_is_what_is_meant(kind):
     assert np.array_equal(np.broadcast_to(made, right.shape), right)
 
 
+MOST = 2**31 - 1
 FAR = 10**30
 BOUNDS = (None, -FAR, -(2**63), -9, -3, 0, 2, 7, 2**31, FAR)
 BANDS = [Causal(offset) for offset in BOUNDS[1:]] + [
@@ -54,6 +56,33 @@ def test_a_band_is_two_numbers(queries, keys):
         assert all(abs(n) <= 2**30 for n in bounded(mask.band()))
         for n, right in zip(bounded(mask.band()), (low.start, low.end), strict=True):
             assert torch.equal((n + at).clip(0, keys), right[0].long()), mask
+
+
+@pytest.mark.parametrize("array", [torch.as_tensor, jnp.asarray])
+def test_large_numbers_and_small_dtypes(array):
+    """Nothing is too large for 32 bits, and what a dtype can't hold isn't clipped to."""
+    tokens, like = 300, array(np.zeros(1, np.float32))
+    at, starts = np.arange(tokens), np.arange(tokens) // 200 * 200
+    ends = np.minimum(starts + 200, tokens)
+    documents = Documents(array(at // 200))
+    for mask, start, end in (
+        (Chunked(MOST, documents), starts, ends),
+        (Chunked(2**40), at * 0, at * 0 + tokens),
+        (Chunked(3, offset=FAR), at * 0 + tokens, at * 0 + tokens),
+        (Chunked(3, offset=2), (at + 2) // 3 * 3, ((at + 2) // 3 * 3 + 3).clip(0, tokens)),
+        (PrefixLM(array(np.full((1, tokens), MOST, np.int32)), documents), starts, ends),
+    ):
+        low = mask.lower(1, tokens, tokens, like)
+        assert np.array_equal(low.start[0], start.clip(0, tokens)), mask
+        assert np.array_equal(low.end[0], end), mask
+    for dtype in (np.int8, np.uint8):
+        hundred = array(np.full(tokens, 100, dtype))
+        low = Intervals(hundred * 0, hundred, hundred).lower(1, tokens, tokens, like)
+        assert all(bool((x == 100).all()) for x in (low.end, low.stop))
+        low = Tree(hundred).lower(1, tokens, tokens, like)
+        assert bool((low.stop == 100).all())
+    short = torch_op._as_kernels_read(Intervals(*torch.full((2, 1, tokens), 100, dtype=torch.int8)))
+    assert all(x.dtype == torch.int32 and bool((x == 100).all()) for x in short[:2])
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(-3), Window(70, 2, 9), Window(FAR, -FAR, FAR), Window(-FAR, FAR)])

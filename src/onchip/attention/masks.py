@@ -100,6 +100,10 @@ class MaskSizes(NamedTuple):
             raise ValueError(f"{OP}: {name} must be {must}; got shape {list(x.shape)}")
         return x
 
+    def clipped(self, x: Array, most: int) -> Array:
+        """`x` in int32, from 0 to `most`, which x's own dtype may not have."""
+        return self.of.integers(x.clip(0, min(most, self.of.xp.iinfo(x.dtype).max)))
+
     def alike(self, mask: str) -> None:
         """Raise unless queries and keys are the same tokens."""
         if self.queries != self.keys:
@@ -173,8 +177,8 @@ class Intervals(Mask):
 
     def _within(self, sizes: MaskSizes) -> "Intervals":
         """In int32, of queries and keys that there are."""
-        start, end = (sizes.of.integers(x.clip(0, sizes.keys)) for x in (self.start, self.end))
-        stop = None if self.stop is None else sizes.of.integers(self.stop.clip(0, sizes.queries))
+        start, end = (sizes.clipped(x, sizes.keys) for x in (self.start, self.end))
+        stop = None if self.stop is None else sizes.clipped(self.stop, sizes.queries)
         return Intervals(start, end, stop, self.blocks, self.tile)
 
     def _and(self, other: "Intervals", xp: Any) -> "Intervals":
@@ -296,13 +300,13 @@ class Chunked(Mask):
     offset: int = 0
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
-        rows = sizes.rows + self.offset
+        rows, size = sizes.rows_from(self.offset), min(self.size, _FAR // 2)  # their sum has 32 bits
         if self.within is None:
-            start = rows - rows % self.size
-            return Intervals(start, start + self.size)
+            start = rows - rows % size
+            return Intervals(start, start + size)
         mine = self.within._ranges(sizes)
-        start = rows - (rows - mine.start) % self.size
-        return Intervals(start, start + self.size)._and(mine, sizes.of.xp)
+        start = rows - (rows - mine.start) % size
+        return Intervals(start, start + size)._and(mine, sizes.of.xp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +333,9 @@ class PrefixLM(Mask):
         if self.within is None:
             return Intervals(sizes.all_rows(0), xp.maximum(rows + 1, lengths))
         mine = self.within._ranges(sizes)
-        return Intervals(mine.start, xp.maximum(rows + 1, mine.start + lengths))._and(mine, xp)
+        return Intervals(mine.start, xp.maximum(rows + 1, mine.start + sizes.clipped(lengths, sizes.keys)))._and(
+            mine, xp
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,15 +484,15 @@ def is_whole(mask: Mask) -> bool:
     return mask._whole if isinstance(mask, Intervals) else isinstance(mask, Full | Causal)
 
 
-def check_mask_values(mask: Mask) -> None:
-    """Raise for an id that comes back after another one, if values can be read."""
+def check_mask_values(mask: Mask, values: Callable[[Array], Any] | None = None) -> None:
+    """Raise for an id that comes back after another one, if `values`, or else the framework, can read them."""
     for field in fields(mask):
         value = getattr(mask, field.name)
         if isinstance(value, Mask):
-            check_mask_values(value)
+            check_mask_values(value, values)
     if not isinstance(mask, Documents):
         return
-    ids = arrays_of(mask.ids).values(mask.ids)
+    ids = (arrays_of(mask.ids).values if values is None else values)(mask.ids)
     for row in () if ids is None or not ids.size else ids.reshape(-1, ids.shape[-1]):
         firsts = [*row[:1].tolist(), *row[1:][row[1:] != row[:-1]].tolist()]
         known: set[int] = set()

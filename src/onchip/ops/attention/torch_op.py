@@ -239,7 +239,10 @@ def _as_kernels_read(ranges: Intervals) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     given = [x for x in (ranges.start, ranges.end, ranges.stop) if x is not None]
     rows = max(x.shape[0] for x in given)
-    given = [x if x.dtype == torch.int32 else x.clip(0, 2**31 - 1).to(torch.int32) for x in given]
+    given = [
+        x if x.dtype == torch.int32 else x.clip(0, min(2**31 - 1, torch.iinfo(x.dtype).max)).to(torch.int32)
+        for x in given
+    ]
     start, end, *stop = (
         x if x.shape[0] == rows and x.is_contiguous() else x.expand(rows, -1).contiguous() for x in given
     )
