@@ -92,6 +92,7 @@ def test_more_than_jax_nn():
         ),
         (ValueError, "local_window_size must be", {"local_window_size": -1}),
         (TypeError, r"query_seq_lengths must be an array \[B\]", {"query_seq_lengths": 3}),
+        (ValueError, r"key_value_seq_lengths must be \[2\]", {"key_value_seq_lengths": jnp.array([3])}),
         (ValueError, "backend must be one of 'auto', 'mosaic_gpu', 'xla'; got 'cudnn'", {"implementation": "cudnn"}),
         (ValueError, "it runs on NVIDIA GPUs, not on 'cpu'", {"implementation": "mosaic_gpu"}),
     ],

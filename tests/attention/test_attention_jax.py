@@ -134,6 +134,11 @@ def test_a_gradient_of_rows_that_see_nothing_may_be_anything():
         (ValueError, r"Documents.ids must be \[2, 12\]", lambda q, k, v: attention(q, k, v, Documents(IDS[:, :3]))),
         (ValueError, "must begin with 0", lambda q, k, v: Documents.from_cu_seqlens(jnp.array([5, 7]), 12)),
         (ValueError, "in two places", lambda q, k, v: attention(q, k, v, Documents(IDS.at[:, -1].set(0)))),
+        (
+            ValueError,
+            "no values while they are traced",
+            lambda *given: jax.jit(lambda ids: attention(*given, Causal() & Documents(ids), check_inputs=True))(IDS),
+        ),
         (TypeError, "q is float32 but v is bfloat16", lambda q, k, v: attention(q, k, v.astype("bfloat16"))),
         (ValueError, "isn.t a multiple", lambda q, k, v: attention(q[:, :, :3], k, v)),
         (ValueError, "backend must be one of", lambda q, k, v: attention(q, k, v, backend="cudnn")),

@@ -173,6 +173,9 @@ def _lengths(query: Any, key: Any, of_queries: Any, of_keys: Any) -> Intervals:
     for name, x in (("query_seq_lengths", of_queries), ("key_value_seq_lengths", of_keys)):
         if x is not None and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1):
             raise TypeError(f"{OP}: {name} must be an array [B] of integers; got {x!r}")
+        batch = 1 if query.ndim == 3 else query.shape[0]
+        if x is not None and x.shape != (batch,):
+            raise ValueError(f"{OP}: {name} must be [{batch}], a number for each sequence; got shape {list(x.shape)}")
     tokens, keys = query.shape[-3], key.shape[-3]
     seen = jnp.full((1, tokens), keys) if of_keys is None else jnp.asarray(of_keys)[:, None]
     there = True if of_queries is None else jnp.arange(tokens)[None] < jnp.asarray(of_queries)[:, None]

@@ -15,6 +15,7 @@ from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_inputs import check_kinds, dtype_of, hopper_refusal, is_array, platform, require_arrays
 from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array
+from onchip.frontend.jax_values import read
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes
 
 Backend = Literal["auto", "mosaic_gpu", "xla"]
@@ -143,7 +144,7 @@ def attention(
     p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
     _check_shardings(layout, arrays)
     if check_inputs or jax.default_backend() == "cpu":
-        check_mask_values(mask)
+        check_mask_values(mask, lambda ids: _ids_to_check(ids, check_inputs))
     given = {name: jnp.asarray(x) for name, x in arrays.items()}
     whole = {name: x if name == "sinks" or x.ndim == 4 else x[None] for name, x in given.items()}
     lowered = mask.lower(p.batch, p.queries, p.keys, whole["q"])
@@ -165,6 +166,16 @@ def attention(
     if q.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _ids_to_check(ids: Any, check_inputs: bool) -> Any:
+    """The values of ids, or None."""
+    if check_inputs and isinstance(ids, jax.core.Tracer):
+        raise ValueError(
+            f"{OP}: check_inputs=True reads Documents.ids, which have no values while they are traced; call it outside "
+            "of jit, or leave out check_inputs: an id that comes back then begins another document"
+        )
+    return read(OP, "Documents.ids", ids, check_inputs)
 
 
 def _check_shardings(layout: Layout, arrays: Mapping[str, Any]) -> None:
