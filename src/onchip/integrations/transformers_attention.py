@@ -49,7 +49,7 @@ class SharedMasks(BlockMask):
     """
 
     mask: Mask
-    shape: tuple[int, ...] = ()  # type: ignore[assignment,misc]
+    shape: tuple[int, ...] = ()
 
     def contiguous(self) -> "SharedMasks":
         """The mask itself; generation with a static cache calls this on every mask."""
