@@ -300,7 +300,7 @@ class Chunked(Mask):
     offset: int = 0
 
     def _ranges(self, sizes: MaskSizes) -> Intervals:
-        rows, size = sizes.rows_from(self.offset), min(self.size, _FAR // 2)  # their sum has 32 bits
+        rows, size = sizes.rows + _bounded(self.offset), min(self.size, _FAR // 2)  # their sum has 32 bits
         if self.within is None:
             start = rows - rows % size
             return Intervals(start, start + size)
