@@ -207,13 +207,15 @@ def test_functions_of_callers_under_compile():
     assert [mask.blocks is not None for mask in compiled] == [False, True, True] * 2
 
 
-def test_masks_go_to_other_devices():
+def test_masks_go_to_other_devices_and_are_not_read():
     """As accelerate moves the arguments of layers."""
     mask = transformers_attention.make_mask(ROWS, TOKENS, TOKENS, attention_mask=batches()["right"][1].bool())
     moved = mask.to("meta", non_blocking=True)
     assert all(x.is_meta for x in (moved.mask.start, moved.mask.end))
     assert moved.shape == (ROWS, 1, TOKENS, TOKENS)
     assert "Intervals" in str(moved)
+    with pytest.raises(NotImplementedError, match="the model reads its mask"):
+        mask[:, 0]
 
 
 def masks_of(config, make, **given):

@@ -60,6 +60,9 @@ class SharedMasks(BlockMask):
         arrays = [x.to(device, non_blocking=non_blocking) for x in mask_arrays(self.mask)]
         return SharedMasks(with_arrays(self.mask, iter(arrays)), self.shape)
 
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError(f"{_WHO}: the model reads its mask; use attn_implementation='eager'")
+
     def __str__(self) -> str:
         return repr(self)
 
