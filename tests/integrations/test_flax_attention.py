@@ -42,6 +42,8 @@ def test_as_flax():
         (of_linen, x[:, 0], PACKED, Documents(IDS) & Causal()),
     ):
         near(layer(given, ours, attention_fn=attention_fn), layer(given, mask))
+    matrix = jnp.tri(9, k=2)  # of all sequences
+    near(of_nnx(x, matrix, attention_fn=attention_fn), of_nnx(x, matrix))
     right = of_nnx(x, None)
     near(of_nnx(x, None, attention_fn=attention_fn), right)
     bf16 = of_nnx(x, None, attention_fn=attention_fn, dtype=jnp.bfloat16)[0]

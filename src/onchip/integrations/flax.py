@@ -236,8 +236,8 @@ def attention_fn(
         query: [..., T, N, H].
         key, value: [..., S, N, H].
         bias: None, as scores have no bias here.
-        mask: one of `onchip.masks`, or an array [..., 1, T, S] as Flax makes it, the same for all heads, 0 where a
-            query doesn't see a key.  An array takes the backend "xla".
+        mask: one of `onchip.masks`, or an array [..., 1, T, S] as Flax makes it, or [T, S], the same for all heads, 0
+            where a query doesn't see a key.  An array takes the backend "xla".
         broadcast_dropout, dropout_rng: not used.
         dropout_rate: of the probabilities; if it is above 0, the call must be deterministic.
         deterministic: True for no dropout.
@@ -282,6 +282,7 @@ def attention_fn(
     before, shown = query.shape[:-3], mask
     if mask is not None and not isinstance(mask, Mask):
         seen = jnp.asarray(mask) != 0
+        seen = seen[None] if seen.ndim == 2 else seen
         shown = jnp.broadcast_to(seen, (*before, *seen.shape[-3:])).reshape(-1, *seen.shape[-3:])
     out: Any = dot_product_attention(
         folded[0],
