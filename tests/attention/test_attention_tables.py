@@ -75,12 +75,18 @@ def test_large_numbers_and_small_dtypes(array):
         low = mask.lower(1, tokens, tokens, like)
         assert np.array_equal(low.start[0], start.clip(0, tokens)), mask
         assert np.array_equal(low.end[0], end), mask
+    low = Documents(array(np.array([True, True, False, True])), padding=0).lower(1, 4, 4, like)
+    assert low.end.tolist() == [[2, 2, 2, 4]]
     for dtype in (np.int8, np.uint8):
         hundred = array(np.full(tokens, 100, dtype))
         low = Intervals(hundred * 0, hundred, hundred).lower(1, tokens, tokens, like)
         assert all(bool((x == 100).all()) for x in (low.end, low.stop))
         low = Tree(hundred).lower(1, tokens, tokens, like)
         assert bool((low.stop == 100).all())
+        for padding in (256, -1, 2**40, 2**32):  # none of the ids
+            ids = array(np.array([0, 0, 127, 127], dtype))
+            low = Documents(ids, padding).lower(1, 4, 4, like)
+            assert bool((low.end > low.start).all()), padding
     short = torch_op._as_kernels_read(Intervals(*torch.full((2, 1, tokens), 100, dtype=torch.int8)))
     assert all(x.dtype == torch.int32 and bool((x == 100).all()) for x in short[:2])
 

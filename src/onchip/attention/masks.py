@@ -283,7 +283,7 @@ class Documents(Mask):
         sizes.alike("Documents")
         of, ids = sizes.of, sizes.given("Documents.ids", self.ids, sizes.keys)
         start, end = of.runs(ids)
-        if self.padding is not None:
+        if self.padding is not None and _holds(of, ids, self.padding):  # else it would be taken for another id
             end = of.xp.where(ids == self.padding, start, end)
         return Intervals(start, end)
 
@@ -396,6 +396,14 @@ def bounded(band: Band | None) -> tuple[int, ...]:
         return ()
     start, end = band
     return -_FAR if start is None else _bounded(start), _FAR if end is None else _bounded(end)
+
+
+def _holds(of: MaskArrays, x: Array, value: int) -> bool:
+    """Whether x's dtype has this value."""
+    if "bool" in str(x.dtype):
+        return value in (0, 1)
+    kept = of.xp.iinfo(x.dtype)
+    return bool(kept.min <= value <= kept.max)
 
 
 def _bounded(first: int) -> int:
