@@ -146,18 +146,6 @@ CHECKS["linear_log_probs, vocabulary, explicit"] = partial(
 
 
 @slow
-def tokens_that_devices_cannot_share_evenly():
-    """An array in a jit may be so; each device then has all of its tokens."""
-    mesh = mesh_of("dp")
-
-    def op(h, w, y):
-        return linear_cross_entropy(h[:, :-1].reshape(-1, H)[1:], w, y[:, :-1].reshape(-1)[1:])
-
-    made = gradients(op)(*placed(mesh, (("dp",), (), ("dp",)), arrays()))
-    assert_same(made, expected(op))
-
-
-@slow
 def attention_of_sharded_sequences_and_heads():
     """Left to the compiler under automatic axes, a sequence too; under explicit ones that raises."""
     given = [np.float32(np.random.default_rng(i).standard_normal((4, 24, 4, 8))) for i in range(3)]
@@ -238,6 +226,75 @@ for _name, _op in WIDE.items():
 
 
 CHECKS["linear_cross_entropy, cost"] = SLOW.pop("linear_cross_entropy, cost")
+
+
+def accumulated(h, w, y):
+    """Gradients of microbatches whose number divides the axis of the batch: each has a part of it alone."""
+
+    def step(sums, given):
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(linear_cross_entropy, 1)(given[0], w, given[1])), None
+
+    return jax.lax.scan(step, (0.0, jnp.zeros_like(w)), [x.reshape(2, -1, *x.shape[1:]) for x in (h, y)])[0]
+
+
+def sliced(h, w, y):
+    return jax.value_and_grad(linear_cross_entropy, (0, 1))(h[:, :-1], w, y[:, 1:])
+
+
+def constrained(h, w, y):
+    """To a vocabulary that devices can't share evenly."""
+    split = NamedSharding(mesh_of("dp", "tp"), P("tp"))
+
+    def op(h, w):
+        return linear_cross_entropy(h, jax.lax.with_sharding_constraint(w, split) if on_a_mesh() else w, y % 511)
+
+    return jax.value_and_grad(op, (0, 1))(h, w[:511])
+
+
+def on_a_mesh():
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+BOTH = (("dp", "tp"),)
+SHARED = {
+    "microbatches": (accumulated, (("dp",), (), ("dp",)), ("dp",)),
+    "microbatches, two axes": (accumulated, (BOTH, BOTH, BOTH), ("dp", "tp")),
+    "sequences without their last token": (sliced, (("dp", "tp"), (), ("dp", "tp")), ("dp", "tp")),
+    "an uneven vocabulary": (constrained, (("dp",), (), ("dp",)), ("dp", "tp")),
+    "a vocabulary over two axes": (gradients(linear_cross_entropy), ((), BOTH, ()), ("dp", "tp")),
+    "a vocabulary over the tokens' axis too": (gradients(linear_cross_entropy), (("dp",), BOTH, ("dp",)), ("dp", "tp")),
+    "features over another axis": (gradients(linear_cross_entropy), (("dp",), (None, "tp"), ("dp",)), ("dp", "tp")),
+}
+
+
+def shares_the_work(step, specs, names):
+    """However arrays are split, each device has a quarter of the products."""
+    given = arrays(8, 64, 32, 512)
+    alone = jax.jit(step).lower(*given).compile(OPTIMISED)
+    mesh = mesh_of(*names)
+    with jax.set_mesh(mesh):
+        placed_ = placed(mesh, specs, given)
+        spread = jax.jit(step).lower(*placed_).compile(OPTIMISED)
+        assert_same(spread(*placed_), alone(*given), scale=4)
+    assert spread.cost_analysis()["flops"] < 0.27 * alone.cost_analysis()["flops"]
+
+
+for _name, _given in SHARED.items():
+    SLOW[f"{_name}, shared"] = partial(shares_the_work, *_given)
+CHECKS["microbatches, shared"] = SLOW.pop("microbatches, shared")
+
+
+@slow
+def what_devices_cannot_share():
+    """Where no dimension of the tokens is even, each computes them all, and a warning says so."""
+    mesh = mesh_of("dp")
+
+    def op(h, w, y):
+        return linear_cross_entropy(h.reshape(-1, H)[1:], w, y.reshape(-1)[1:])
+
+    with pytest.warns(UserWarning, match=r"31 tokens of an array \[31, 16\] are sharded over mesh axes \['dp'\]"):
+        made = gradients(op)(*placed(mesh, (("dp",), (), ("dp",)), arrays()))
+    assert_same(made, expected(op))
 
 
 # ------------------------------------------------------------------------------------------------------ transformations

@@ -123,20 +123,25 @@ def varies_over(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
 
 
-def is_tracked(axis: str) -> bool:
-    """Whether the `jax.shard_map` over the axis has check_vma, so that JAX knows what varies."""
-    return axis in varies_over(jax.lax.axis_index(axis))
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def vary_alike(arrays: Any, like: Any = None, but: str | None = None) -> Any:
+def is_tracked(axis: Any) -> bool:
+    """Whether the `jax.shard_map` over the axis, or axes, has check_vma, so that JAX knows what varies."""
+    return {*names_of(axis)} <= varies_over(jax.lax.axis_index(axis))
+
+
+def vary_alike(arrays: Any, like: Any = None, but: Any = None) -> Any:
     """The arrays, each taken to vary over all axes of `jax.shard_map` over which any of them, or of `like`, does; over
-    the axis `but` as before.
+    the axis, or axes, `but` as before.
 
     A loop's state must vary as what is added to it does; and JAX sums the gradient of an array that is the same on all
     devices over the axes that it is made to vary over here.
     """
 
-    every = frozenset[str]().union(*map(varies_over, jax.tree.leaves((arrays, like)))) - {but}
+    every = frozenset[str]().union(*map(varies_over, jax.tree.leaves((arrays, like)))) - {*names_of(but)}
 
     def vary(x: Any) -> Any:
         missing = tuple(sorted(every - varies_over(x)))

@@ -1,15 +1,16 @@
 """How a call is spread over the devices of a mesh: which mesh axes split its tokens and its vocabulary, and which
 dimensions of its arrays these are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from onchip.frontend.jax_call import is_tracked
+from onchip.frontend.jax_call import is_tracked, names_of
 from onchip.frontend.jax_inputs import is_array
 
 TokenAxes = str | tuple[str | tuple[str, ...] | None, ...] | PartitionSpec
@@ -25,7 +26,7 @@ class Spread(NamedTuple):
     mesh: Any
     """A `Mesh` or `AbstractMesh`; None where nothing is split."""
     vocab: Any
-    """The axis over which the vocabulary is split, or None."""
+    """The axis over which the vocabulary is split, a tuple of several, or None."""
     leading: tuple[Any, ...]
     """The axes of each leading dimension of what has one number, or row, for each token."""
 
@@ -41,7 +42,7 @@ class Spread(NamedTuple):
     @property
     def parts(self) -> int:
         """Of how many parts of the logits a device has one."""
-        return self.devices(self.tokens if self.vocab is None else (self.vocab, *self.tokens))
+        return self.devices((*names_of(self.vocab), *self.tokens))
 
     @property
     def manual(self) -> frozenset[str]:
@@ -118,9 +119,74 @@ class OnMesh(NamedTuple):
     """Whether the options' scratch_bytes are a part of the memory of all devices' logits."""
 
 
-def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a `PartitionSpec`."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+# ------------------------------------------------------------------------------------------ what the compiler has split
+
+
+class Split(NamedTuple):
+    """How the compiler has split arrays over devices."""
+
+    mesh: Mesh
+    """One where each axis is used as a whole: an axis that is split by the compiler is several here."""
+    specs: list[P]
+    """Of each array."""
+    parts: dict[str, tuple[str, ...]]
+    """For each axis that is a part of another, all parts of that."""
+
+
+def split_by_compiler(mesh: Mesh, arrays: Sequence[Any]) -> Split | None:
+    """Of arrays on the mesh, whose `sharding` and `ndim` are known; None if no mesh of these devices fits."""
+    # Each axis as axes of prime sizes, the devices' numbers along each of these, and along the dimensions of arrays.
+    fine = [(name, p) for name in mesh.axis_names for p in _primes(mesh.shape[name])]
+    sizes = [p for _, p in fine]
+    places = np.indices(sizes).reshape(len(sizes), -1)
+    used: list[list[tuple[int, ...]]] = []
+    for x in arrays:
+        if x.sharding is None or x.sharding.is_fully_replicated:
+            used.append([])
+            continue
+        slices = x.sharding.devices_indices_map((mesh.size,) * x.ndim)
+        starts = np.array([[at.start or 0 for at in slices[device]] for device in mesh.devices.flat])
+        used.append([])
+        for start in starts.T:
+            number = start * len({*start}) // mesh.size
+            strides = [int(number.reshape(sizes)[tuple(row)]) for row in np.eye(len(sizes), dtype=int)]
+            if (np.array(strides) @ places != number).any():
+                return None
+            used[-1].append(tuple(sorted((i for i, x in enumerate(strides) if x), key=lambda i: -strides[i])))
+    # An axis is whole if it is used so, or not at all, everywhere.
+    members = {name: tuple(i for i, (other, _) in enumerate(fine) if other == name) for name in mesh.axis_names}
+
+    def whole(own: tuple[int, ...]) -> bool:
+        touched = [entry for entries in used for entry in entries if {*own} & {*entry}]
+        return all(own in (entry[i : i + len(own)] for i in range(len(entry))) for entry in touched)
+
+    named: list[tuple[str, int, tuple[int, ...]]] = []
+    for name, own in members.items():
+        if whole(own):
+            named.append((name, mesh.shape[name], own))
+        else:
+            named.extend((f"{name}.{k}", sizes[i], (i,)) for k, i in enumerate(own))
+    first = {own[0]: name for name, _, own in named if own}
+    specs = [P(*(tuple(first[i] for i in entry if i in first) or None for entry in entries)) for entries in used]
+    made = Mesh(mesh.devices.reshape([size for _, size, _ in named]), [name for name, _, _ in named])
+    parts: dict[str, tuple[str, ...]] = {}
+    for name, own in members.items():
+        if name not in made.axis_names:
+            every = tuple(f"{name}.{k}" for k in range(len(own)))
+            parts |= dict.fromkeys(every, every)
+    return Split(made, specs, parts)
+
+
+def _primes(number: int) -> list[int]:
+    """Its prime factors, the least first."""
+    made, factor = [], 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            made.append(factor)
+            number //= factor
+    return made
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -11,9 +11,11 @@ for each token, or the gradients themselves, pass from forward to backward.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +25,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from onchip.frontend.jax_call import callable_here, vary_alike, with_gradients
+from onchip.frontend.jax_call import callable_here, names_of, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import platform
-from onchip.frontend.jax_mesh import ALONE, OnMesh, P, Role, Roles, Spread, names_of
+from onchip.frontend.jax_mesh import ALONE, OnMesh, P, Role, Roles, Split, Spread, split_by_compiler
 
 PLATFORMS = ("cpu", "gpu")
 
@@ -276,37 +278,77 @@ def _gradients(needs: Any, sums: Sequence[Any]) -> Any:
 
 
 def _found(
-    mesh: Any, dimensions: int, roles: Sequence[Role], shapes: Sequence[tuple[int, ...]], specs: Sequence[Any]
+    mesh: Any,
+    dimensions: int,
+    roles: Sequence[Role],
+    shapes: Sequence[tuple[int, ...]],
+    specs: Sequence[Any],
+    more: Sequence[str] = (),
 ) -> Spread:
     """How to spread arrays with these specs evenly over a mesh: tokens as the first array that is split, and the
-    vocabulary over an axis that splits no tokens.
+    vocabulary over axes that split no tokens.  `more` axes split tokens, any that can, if they split nothing else.
     """
     taken: list[str] = []
+    given = list(zip(roles, shapes, specs, strict=True))
+
+    def common(of: Callable[[Role], int | None]) -> int:
+        """What the size of a dimension is a multiple of in all arrays."""
+        return math.gcd(*(shape[at] for role, shape, _ in given if shape and (at := of(role)) is not None))
 
     def first(of: Callable[[Role], int | None], signs: Callable[[Role], int | None]) -> tuple[str, ...]:
         """The axes that split a dimension, taken from the first array whose spec tells."""
-        given = list(zip(roles, shapes, specs, strict=True))
-        size = math.gcd(*(shape[at] for role, shape, _ in given if shape and (at := of(role)) is not None))
+        size = common(of)
         for role, shape, spec in given:
             at = signs(role)
             names: list[str] = []
             for name in () if at is None or not shape else names_of((*spec, *[None] * (len(shape) - len(spec)))[at]):
                 devices = math.prod(mesh.shape[x] for x in (*names, name))
-                if name in taken or size % devices:
-                    break
-                names.append(name)
+                if name not in taken and size % devices == 0:
+                    names.append(name)
             if names:
                 taken.extend(names)
                 return tuple(names)
         return ()
 
-    leading = []
-    for i in range(dimensions):
-        of = partial(lambda i, role: i if role.by_token else None, i)
+    leading: list[Any] = []
+    along = [partial(lambda i, role: i if role.by_token else None, i) for i in range(dimensions)]
+    for i, of in enumerate(along):
         signs = partial(lambda i, role: i if role.by_token or (role.rows and i == 0) else None, i)
         leading.append(first(of, signs) or None)
     vocab = first(lambda role: role.vocab, lambda role: role.vocab)
-    return Spread(mesh, vocab[0] if vocab else None, tuple(leading))
+    for name in more:
+        for i, of in enumerate(along):
+            names = (*names_of(leading[i]), name)
+            if name not in taken and common(of) % math.prod(mesh.shape[x] for x in names) == 0:
+                leading[i] = names
+                taken.append(name)
+    return Spread(mesh, vocab[0] if len(vocab) == 1 else vocab or None, tuple(leading))
+
+
+def _warn_of_the_rest(
+    op: str,
+    spread: Spread,
+    dimensions: int,
+    roles: Sequence[Role],
+    shapes: Sequence[tuple[int, ...]],
+    specs: Sequence[Any],
+) -> None:
+    """Warn of axes that split tokens or the vocabulary, and could split nothing evenly."""
+    used = {*spread.tokens, *names_of(spread.vocab)}
+    for role, shape, spec in zip(roles, shapes, specs, strict=True):
+        own = {*range(dimensions if role.by_token else 0)} | (
+            {role.vocab % len(shape)} if role.vocab is not None else set()
+        )
+        for at in sorted(own & {*range(len(spec))}):
+            rest = [name for name in names_of(spec[at]) if name not in used]
+            if rest:
+                warnings.warn(
+                    f"{op}: {shape[at]} {'tokens' if at < dimensions and role.by_token else 'entries'} of an array "
+                    f"{list(shape)} are sharded over mesh axes {rest}, whose devices can't share them evenly: each "
+                    "computes them all.  Pad them, or give another dimension that these devices can share",
+                    stacklevel=2,
+                )
+                return
 
 
 def _typed(roles: Roles, parameters: Any, constants: Any) -> Spread | None:
@@ -434,13 +476,19 @@ def _in_parts(
         return f"{', '.join(taken)} -> {', '.join(made)}"
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        specs = [getattr(x.sharding, "spec", P()) for x in operands]
-        spread = _found(mesh, dimensions, of_leaves, [x.shape for x in operands], specs)
-        if mesh.empty and not all(x.sharding.is_fully_replicated for x in operands):
+        split = None if mesh.empty else split_by_compiler(mesh, [*operands, *results])
+        if split is None and not all(x.sharding.is_fully_replicated for x in operands):
             raise NotImplementedError(
                 f"{op}: its arrays are sharded over several meshes, or not over a mesh with named axes; put them on "
                 "one jax.sharding.Mesh, or call it inside jax.shard_map"
             )
+        mesh, specs, parts = Split(mesh, [P()] * (len(operands) + len(results)), {}) if split is None else split
+        of_operands, shapes = specs[: len(operands)], [x.shape for x in operands]
+        # A device that has a part of any array has a part of the work.
+        named = [name for spec in of_operands for entry in spec for name in names_of(entry)]
+        more = dict.fromkeys(chain(named, *(parts[name] for name in named if name in parts)))
+        spread = _found(mesh, dimensions, of_leaves, shapes, of_operands, tuple(more))
+        _warn_of_the_rest(op, spread, dimensions, of_leaves, shapes, of_operands)
         if (spread.tokens or spread.vocab) and device not in PLATFORMS:
             raise NotImplementedError(
                 f"{op}: arrays that are sharded under plain jit must be on CPU or GPU devices, not on "
@@ -448,8 +496,8 @@ def _in_parts(
             )
         wanted = [P()] * count
         of_made = []
-        for (role, i), x in zip(of_results(), results, strict=True):
-            of_made.append(role.sum_spec(spread, getattr(x.sharding, "spec", P()), x.shape))
+        for (role, i), x, spec in zip(of_results(), results, specs[len(operands) :], strict=True):
+            of_made.append(role.sum_spec(spread, spec, x.shape))
             if i is not None:
                 wanted[i] = of_made[-1]
         of_given = [role.spec(spread, len(x.shape)) for role, x in zip(of_leaves, operands, strict=True)]
@@ -460,7 +508,7 @@ def _in_parts(
         return mesh, partial(flat, spread, wanted, of_made[: made_of[2]]), out_shardings, tuple(in_shardings)
 
     half = custom_partitioning(jax.jit(alone))
-    half.def_partition(partition, sharding_rule=rule)
+    half.def_partition(partition, decode_shardings=False, sharding_rule=rule)
     mapped = custom_vmap(lambda *leaves: half(*leaves))
 
     @mapped.def_vmap

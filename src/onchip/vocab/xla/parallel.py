@@ -49,9 +49,10 @@ _LABELS = ("target", "labels")
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Shard:
-    """This device's part of a vocabulary that is split evenly, in order, over a mesh axis; it holds no array."""
+    """This device's part of a vocabulary that is split evenly, in order, over a mesh axis, or a tuple of several; it
+    holds no array."""
 
-    axis: str
+    axis: Any
     size: int
     """How many entries each device has."""
     vocab: int
