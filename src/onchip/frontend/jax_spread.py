@@ -455,13 +455,19 @@ def _in_parts(
         """The role of each result, and for a gradient the number of its parameter."""
         return [*((role, None) for role in made_of[1]), *((of_leaves[i], i) for i in needed)]
 
-    def rule(mesh: Any, operands: Any, results: Any) -> str:
-        """Which dimensions are split alike: tokens', the vocabulary's, and a gradient's and its parameter's."""
+    def rule(mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, int]]:
+        """Which dimensions are split alike: tokens', the vocabulary's, and a gradient's and its parameter's; and
+        tokens of which so many read, or are added to, a row are as the rows are."""
+        of_made = [role for role, _ in of_results()]
+        each = [*zip(of_leaves, operands, strict=True), *zip(of_made, results, strict=True)]
+        tokens = [x.shape[0] for role, x in each if role.by_token]
+        rows = [x.shape[0] for role, x in each if role.rows and x.shape[0] and tokens[0] % x.shape[0] == 0]
+        of_rows = rows and {tokens[0]: f"r{tokens[0]}"}.get(rows[0], f"(r{rows[0]} q)")
 
         def letters(role: Role, own: str, shape: Any) -> str:
             names = [f"{own}{i}" for i in range(len(shape))]
             if role.by_token:
-                names[:dimensions] = [f"t{i}" for i in range(dimensions)]
+                names[:dimensions] = [of_rows] if of_rows else [f"t{i}" for i in range(dimensions)]
             if role.vocab is not None:
                 names[role.vocab] = "v"
             if role.rows:
@@ -473,7 +479,8 @@ def _in_parts(
             letters(role, f"z{k}y" if i is None else f"x{i}y", x.shape)
             for k, ((role, i), x) in enumerate(zip(of_results(), results, strict=True))
         ]
-        return f"{', '.join(taken)} -> {', '.join(made)}"
+        sizes = {"q": tokens[0] // rows[0]} if of_rows and " " in of_rows else {}
+        return f"{', '.join(taken)} -> {', '.join(made)}", sizes
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         split = None if mesh.empty else split_by_compiler(mesh, [*operands, *results])

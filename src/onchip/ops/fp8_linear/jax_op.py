@@ -15,7 +15,7 @@ from onchip.core.backends import choose_backend
 from onchip.fp8.jax_quantize import JaxQuantized, dequantize, operand
 from onchip.fp8.numbers import OP, Fp8Options, GradDtype, Scale
 from onchip.frontend.jax_inputs import check_kinds, hopper_refusal, platform, require_arrays
-from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, Roles
+from onchip.frontend.jax_mesh import BY_TOKEN, Role, Roles
 from onchip.frontend.jax_spread import by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_one_of
@@ -89,9 +89,12 @@ def fp8_linear(
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     check_shapes(x.shape, shape, None if bias is None else bias.shape)
     layer = _Fp8LinearLayer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias)))
-    roles = Roles(_Fp8LinearLayer(BY_TOKEN, WHOLE, None if bias is None else WHOLE), None, BY_TOKEN)
+    of_bias = None if bias is None else Role(vocab=0)
+    of_layer = _Fp8LinearLayer(BY_TOKEN, Role(vocab=0 if weight_layout == "nk" else 1), of_bias)
+    roles = Roles(of_layer, None, Role(True, x.ndim - 1))
     static = _Fp8LinearStatic(chosen, options, weight_layout)
-    out: jax.Array = by_tokens(_linear, static, roles, layer, None, plain=chosen == "xla")
+    # XLA would gather a sequence that is split, to make rows of it.
+    out: jax.Array = by_tokens(_linear, static, roles, layer, None, plain=chosen == "xla" and x.ndim < 3)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -155,10 +158,12 @@ def _forward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, layer: _Fp8Linear
 def _backward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, saved: Any, g: Any) -> _Fp8LinearLayer:
     backend, options, layout, _ = static
     fmt, scale = options.grad_dtype, options.scale
+    columns_over = None if static.mesh is None else static.mesh.spread.vocab
 
     def run(x: Any, weight: Any, g: Any) -> tuple[Any, Any]:
         w = operand(weight, "e4m3", scale, turned=layout == "nk", by_block=True)
-        grad_x = _product(backend, operand(g, fmt, scale), w, by_block=True, dtype=g.dtype)  # outputs have x's dtype
+        partial = g.dtype if columns_over is None else jnp.float32  # outputs have x's dtype
+        grad_x = _product(backend, operand(g, fmt, scale), w, by_block=True, dtype=partial)
         a, b = operand(g, fmt, scale, turned=True), x
         if layout == "kn":
             a, b = b, a
@@ -166,7 +171,10 @@ def _backward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, saved: Any, g: A
         rows, columns = weight.shape
         return grad_x[: len(g), : columns if layout == "nk" else rows], grad_w[:rows, :columns]
 
-    grads = (*_each(static, run)(*saved, g), g.astype(jnp.float32).sum(0) if needs.bias else None)
+    grad_x, grad_w = _each(static, run)(*saved, g)
+    if columns_over is not None and needs.x:
+        grad_x = lax.psum(grad_x, columns_over).astype(g.dtype)
+    grads = grad_x, grad_w, g.astype(jnp.float32).sum(0) if needs.bias else None
     return _Fp8LinearLayer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
 
 
