@@ -514,8 +514,17 @@ def _in_parts(
         )
         return mesh, partial(flat, spread, wanted, of_made[: made_of[2]]), out_shardings, tuple(in_shardings)
 
+    def shardings(mesh: Any, operands: Any, results: Any) -> Any:
+        """What GSPMD asks for in place of the rule: how the results are split, gradients as their parameters."""
+        asked = [None if i is None else operands[i].sharding for _, i in of_results()]
+        try:
+            each = zip(results, asked, strict=True)
+            return partition(mesh, operands, [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in each])[2]
+        except Exception:  # would end the process; partition raises it again
+            return [NamedSharding(mesh, P())] * len(results)
+
     half = custom_partitioning(jax.jit(alone))
-    half.def_partition(partition, decode_shardings=False, sharding_rule=rule)
+    half.def_partition(partition, infer_sharding_from_operands=shardings, decode_shardings=False, sharding_rule=rule)
     mapped = custom_vmap(lambda *leaves: half(*leaves))
 
     @mapped.def_vmap
