@@ -236,7 +236,7 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
     framework = env.get("framework") or ("jax" if "jax" in env else "torch")
     facts = [env["date"][:10], *(f"{x} {env[x]}" for x in (framework, "onchip") if x in env), f"{len(rows)} rows"]
     data = json.dumps(_plotted(rows, columns) if rows else {}, allow_nan=False, separators=(",", ":"))
-    return _template().render(
+    made: str = _template().render(
         css=(here / "page.css").read_text(encoding="utf-8"),
         js=(here / "page.js").read_text(encoding="utf-8"),
         plotly=plotly_js() if script is None else None,
@@ -255,6 +255,7 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
         not_run=[not_run_line(entry) for entry in document.get("not_run", [])],
         looks=[(impl, look["color"], SYMBOLS[look["marker"]][1]) for impl, look in styles_of(rows).items()],
     )
+    return made
 
 
 @cache

@@ -56,9 +56,10 @@ class MosaicConfig:
 
     @staticmethod
     def from_numbers(numbers: Mapping[str, int]) -> "MosaicConfig":
-        """The config that is stored as these numbers; `split_n` is 1 for split "n"."""
-        rest = {name: value for name, value in numbers.items() if name != "split_n"}
-        return MosaicConfig(**rest, split="n" if numbers["split_n"] else "m")
+        """The config that is stored as these numbers; `split_n` is 1 for split "n", and `alternate` is 0 or 1."""
+        rest = {name: value for name, value in numbers.items() if name not in ("split_n", "alternate")}
+        split: Literal["m", "n"] = "n" if numbers["split_n"] else "m"
+        return MosaicConfig(**rest, split=split, alternate=bool(numbers.get("alternate", 0)))
 
     @property
     def part_m(self) -> int:

@@ -281,8 +281,10 @@ class _Program:
                 return [x + jnp.dot(*y, preferred_element_type=jnp.float32) for x, y in zip(sums, pairs, strict=True)]
 
             zeros = [jnp.zeros((c.part_m, c.part_n), jnp.float32)] * len(self.parts)
-            return lax.fori_loop(0, steps, lambda k, sums: step(k, lambda slot: product(sums, slot)), zeros)
+            made: list[Any] = lax.fori_loop(0, steps, lambda k, x: step(k, lambda slot: product(x, slot)), zeros)
+            return made
 
+        values: list[Any]
         if self.interpret is None:
             accumulator = plgpu.WGMMAAccumulatorRef((c.part_m, c.part_n), jnp.float32)
             values = pl.run_scoped(accumulate, *[accumulator] * len(self.parts))
@@ -295,9 +297,9 @@ class _Program:
                 plgpu.barrier_arrive(self.free.at[self.slot_of(before + steps - late)])
 
         if p.addends is not None:
-            values = [self.added(p.addends, *values, before + steps)]
-        for (part, *_), value in zip(self.parts, values, strict=True):
-            p.epilogue(self.refs, self.place(of, part), value, self.storing(c.part_m, c.part_n))
+            values = [self.added(p.addends, values[0], before + steps)]
+        for part, value in zip(self.parts, values, strict=True):
+            p.epilogue(self.refs, self.place(of, part[0]), value, self.storing(c.part_m, c.part_n))
 
     def added(self, addends: Addends, value: Any, first: Any) -> Any:
         """With the addends in the stages of the steps from number `first` on, of which each warpgroup frees the other's
