@@ -184,15 +184,20 @@ def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, others: Se
     """
     size = math.prod(shape) * dtype.itemsize
     if stated.listed_device() is not None and size and any(x.numel() for x in others):
-        last = max((x for x in others if x.numel()), key=Tensor.data_ptr)
-        storage, start = last.untyped_storage(), up(last.data_ptr() + last.nbytes, EXPONENTIALS_ROW)
-        storage.resize_(max(storage.nbytes(), start + size))
-        return last.view(torch.uint8).as_strided((size,), (1,), start).view(dtype).view(shape)
+        return _behind(others, size).view(dtype).view(shape)
     memory = _allocate(like, shape, dtype)
     if memory.data_ptr() % EXPONENTIALS_ROW == 0:
         return memory
     spare = _allocate(like, (size + EXPONENTIALS_ROW,), torch.uint8)
     return spare[-spare.data_ptr() % EXPONENTIALS_ROW :][:size].view(dtype).view(shape)
+
+
+def _behind(others: Sequence[Tensor], size: int) -> Tensor:
+    """So many bytes behind the last of the others, in a storage that isn't memory and grows for it."""
+    last = max((x for x in others if x.numel()), key=Tensor.data_ptr)
+    storage, start = last.untyped_storage(), up(last.data_ptr() + last.nbytes, EXPONENTIALS_ROW)
+    storage.resize_(max(storage.nbytes(), start + size))
+    return last.view(torch.uint8).as_strided((size,), (1,), start)
 
 
 def _allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
