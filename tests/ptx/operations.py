@@ -58,6 +58,12 @@ def _largest(a, b):
     return np.where(largest > 0x7F80, 0x7FFF, largest | sign).astype(np.uint16).view(np.uint32)
 
 
+def _sum_of_pairs(a, b):
+    """Of two pairs of bfloat16."""
+    high, low = ((x & 0xFFFF0000).view(np.float32) for x in (a, b)), ((x << 16).view(np.float32) for x in (a, b))
+    return _pack(sum(high), sum(low), "bf16x2")
+
+
 def _permute(a, b, selector):
     together = np.stack([a, b], 1).view(np.uint8)
     which = [(selector >> (4 * i)) & 15 for i in range(4)]

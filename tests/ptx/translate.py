@@ -28,6 +28,8 @@ ELEMENTWISE = {
     "max": "np.fmax({}, {})", "not": "~{}", "neg": "-{}", "abs": "np.abs({})", "ex2": "np.exp2({})",
     "lg2": "np.log2({})", "rcp": "1 / {}", "div": "_div({}, {})", "rem": "_rem({}, {})",
 }  # fmt: skip
+# Of pairs of bfloat16.
+PAIRS = {"max.NaN.xorsign.abs.bf16x2": "_largest", "add.bf16x2": "_sum_of_pairs"}
 TO_INTEGERS = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}
 # What else an instruction's name may say.
 ROUNDING = {"rn", "ftz", "approx", "full"}
@@ -214,8 +216,9 @@ class _Translator:
         words = [x for x in s.name.split(".") if not x.startswith(("L1::", "L2::"))]  # how long caches keep it
         if s.name == "abs.bf16x2":
             return self.write(s, s.operands[0], f"{self.read(s.operands[1], 'b32')} & 0x7FFF7FFF")
-        if s.name == "max.NaN.xorsign.abs.bf16x2":
-            return self.write(s, s.operands[0], f"_largest({', '.join(self.read(x, 'b32') for x in s.operands[1:])})")
+        if s.name in PAIRS:
+            given = ", ".join(self.read(x, "b32") for x in s.operands[1:])
+            return self.write(s, s.operands[0], f"{PAIRS[s.name]}({given})")
         if words[0] in MODIFIERS and not set(words[1:-1]) <= MODIFIERS[words[0]]:
             raise NotImplementedError(s.text)
         if words[0] in ELEMENTWISE:
