@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from on_hopper import as_on_hopper, on_the_cpu  # noqa: F401  fixtures
 from onchip.frontend import torch_prepared
 
 # JAX would take three quarters of a GPU's memory at once, which PyTorch's tests and other processes need too.
@@ -89,24 +90,3 @@ def quiet_bench(monkeypatch):
     """Without the page, which takes longer than all else, and without a look at what else is running."""
     monkeypatch.setattr("onchip.bench.run.html_page", lambda document, name: "")
     monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch):
-    """Losses of heads run on the 'mosaic_gpu' backend, with stand-ins for its kernels."""
-    import plain_kernels
-
-    plain_kernels.stand_in(monkeypatch)
-    yield
-    plain_kernels.forget()
-
-
-@pytest.fixture
-def as_on_hopper(monkeypatch):
-    """Losses of heads lower for a GPU that isn't there."""
-    import plain_kernels
-
-    plain_kernels.on_a_gpu(monkeypatch)
-    plain_kernels.forget()  # plans of other tests
-    yield
-    plain_kernels.forget()

@@ -64,7 +64,7 @@ def trials() -> Iterator[Trial]:
     for version in TRITON:
         yield Trial(f"triton {version}", "compiled for GPUs", COMPILED, (f"triton=={version}",))
     for version, python in JAX.items():
-        packages, options = (f"jax[cpu]=={version}", *BESIDE_JAX), ("--noconftest", "-k", MOSAIC)
+        packages, options = (f"jax[cpu]=={version}", *BESIDE_JAX), ("--noconftest", "-p", "on_hopper", "-k", MOSAIC)
         yield Trial(f"jax {version}", "lowered for CUDA", LOWERED, packages, python, options)
     yield Trial("transformers", "tests/integrations", ("tests/integrations/test_*.py",), INTEGRATIONS)
 

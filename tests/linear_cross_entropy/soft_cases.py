@@ -6,10 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
-import soft_labels
-from losses import LCE
 from onchip.jax import TopK, linear_cross_entropy
 
 # Of gradients: two roundings or three to 16 bits, of the logits' gradient, of hidden and of the result.
@@ -95,6 +92,11 @@ def exact(x):
 
 def oracle(case, given, labels, more, upstream):
     """The loss and its gradients, and the statistics."""
+    import torch  # what only lowers needs none
+
+    import soft_labels
+    from losses import LCE
+
     tensors = {name: torch.from_numpy(exact(x)) for name, x in (given | more).items()}
     arrays = {"bias": torch.zeros(case.vocab)} | {name: tensors.pop(name) for name in given}
     if case.ids:
