@@ -74,7 +74,7 @@ class _Program:
         """The stage of a step."""
         return lax.rem(number, jnp.int32(self.p.config.stages))
 
-    def come(self, slot: Any, turn: Any) -> Any:
+    def arrived(self, slot: Any, turn: Any) -> Any:
         """The barrier of a stage's operands.  Warpgroups count their waits, so in turns each has its own."""
         return self.full.at[slot + turn * self.p.config.stages if self.p.config.alternate else slot]
 
@@ -151,7 +151,7 @@ class _Program:
             for i, slot in enumerate(slots):
                 beside = [x.at[slot] for x in self.vectors]
                 which = ProductStep(of.i, of.j, of.first + k + i, of.found)
-                p.copies(self.refs, which, self.left(slot), self.b_smem.at[slot], self.come(slot, turn), *beside)
+                p.copies(self.refs, which, self.left(slot), self.b_smem.at[slot], self.arrived(slot, turn), *beside)
 
         pairs = 0 if p.in_pairs is None else jnp.where(p.in_pairs(of.found), lax.div(of.steps, jnp.int32(2)), 0)
         if p.in_pairs is not None:
@@ -254,7 +254,7 @@ class _Program:
         p, c, steps = self.p, self.p.config, of.steps
 
         def step(k: Any, product: Callable[[Any], Any]) -> Any:
-            plgpu.barrier_wait(self.come(self.slot_of(before + k), turn))
+            plgpu.barrier_wait(self.arrived(self.slot_of(before + k), turn))
             if p.clean is not None:
                 self.cleaned(ProductStep(of.i, of.j, of.first + k, of.found), self.slot_of(before + k))
             result = product(self.slot_of(before + k))
