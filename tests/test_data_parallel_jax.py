@@ -4,6 +4,7 @@ devices from the start, runs all checks and reports each result.
 
 import re
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import plain_kernels
 import plain_rows
+from lowered import on_h100
 from on_devices import adding_to, report_checks, run_checks
 from onchip.jax import (
     TopK,
@@ -29,7 +31,9 @@ from onchip.jax import (
     log_probs,
     moe,
 )
+from onchip.groups.xla import products
 from onchip.masks import Causal, Window
+from onchip.ops.grouped_matmul import jax_op as grouped_op
 from shared_jax import assert_same
 
 B, S, H, V = 4, 8, 16, 72
@@ -466,6 +470,52 @@ def rows_of_groups():
             with jax.set_mesh(mesh):
                 made = jax.device_get(gradients(op)(*placed(mesh, (("dp",), ()), (x, w))))
             assert_same(made, wanted, scale=4)
+
+
+@check
+def kernels_of_groups():
+    """A kernel keeps gate and up as [2, T, F], whose second dimension is the tokens'."""
+    rng = np.random.default_rng(0)
+    x, w = (np.float32(rng.standard_normal(shape)) for shape in ((64, 16), (4, 24, 16)))
+    sizes = jnp.array([9, 0, 30, 21])
+
+    def op(x, w):
+        return jnp.square(grouped_matmul(x, w, sizes, activation="swiglu", row_scale=x[:, 0])).sum()
+
+    def layer(*given):
+        out, y = products.layer(*given)
+        return out, None if y is None else jnp.stack(jnp.split(y, 2, axis=1))
+
+    wanted = jax.device_get(gradients(op)(x, w))
+    engine = SimpleNamespace(layer=layer, sum_rows=products.sum_rows, weight_product=products.weight_product)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(grouped_op, "_engine", lambda _: engine)
+        made = jax.device_get(gradients(op)(*placed(mesh_of("dp", "tp"), (("dp",), ()), (x, w))))
+    assert_same(made, wanted, scale=4)
+
+
+@check
+def rules_on_gpus():
+    """The compiler of several GPUs is told which dimensions of what the kernels keep are split alike."""
+    mesh, bf16 = mesh_of("dp", "tp"), jnp.bfloat16
+    tokens, whole = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
+
+    def shape(sizes, dtype, sharding):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    params = jax.eval_shape(lambda: init_moe(jax.random.key(0), 128, 128, 4, dtype=bf16))
+    params = jax.tree.map(lambda x: shape(x.shape, x.dtype, whole), params)
+    h, w, y = shape((4, 128, 128), bf16, tokens), shape((1024, 128), bf16, whole), shape((4, 128), jnp.int32, tokens)
+    q, k = (shape((4, 128, heads, 64), bf16, tokens) for heads in (4, 2))
+    calls = [(op, (h, w, y)) for name, op in OPS.items() if name.split(", ")[-1] not in ("options", "dense")] + [
+        (lambda x, w: fp8_linear(x, w).sum(), (h, w)),
+        (lambda x, p: moe(p, x, top_k=2)[0].sum(), (h, params)),
+        (lambda q, k: attention(q, k, k, Causal()).astype(jnp.float32).sum(), (q, k)),
+    ]
+    for op, given in calls:
+        with on_h100(), jax.set_mesh(mesh):
+            lowered = gradients(op).trace(*given).lower(lowering_platforms=("cuda",))
+        assert "sdy.sharding_rule" in lowered.as_text() or "CustomSPMDPartitioning" in lowered.as_text()
 
 
 @check

@@ -334,13 +334,14 @@ def _limits(static: _GroupedStatic, at: _GroupedRows) -> tuple[JaxArray, JaxArra
 
 
 def _keep(static: _GroupedStatic, saved: _GroupedSaved, *_: Any) -> Any:
-    return saved.y
+    # Gate and up of a kernel are [2, T, F]: two arrays by token, which XLA joins again without a copy.
+    return tuple(saved.y) if saved.y is not None and saved.y.ndim == 3 else saved.y
 
 
 def _resume(
     static: _GroupedStatic, needs: _GroupedLayer, kept: Any, layer: _GroupedLayer, at: _GroupedRows
 ) -> _GroupedSaved:
-    return _GroupedSaved(layer, at, kept)
+    return _GroupedSaved(layer, at, jnp.stack(kept) if isinstance(kept, tuple) else kept)
 
 
 def _zero_or_nan(right: JaxArray) -> JaxArray:
