@@ -17,6 +17,7 @@ import plain_kernels
 import plain_rows
 from lowered import on_h100
 from on_devices import adding_to, report_checks, run_checks
+from onchip.groups.xla import products
 from onchip.jax import (
     TopK,
     attention,
@@ -31,7 +32,6 @@ from onchip.jax import (
     log_probs,
     moe,
 )
-from onchip.groups.xla import products
 from onchip.masks import Causal, Window
 from onchip.ops.grouped_matmul import jax_op as grouped_op
 from shared_jax import assert_same
