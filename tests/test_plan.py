@@ -178,7 +178,7 @@ def test_the_plan_is_what_the_kernels_will_do(framework, backend, gradients):
         c = planner.plan(problem, row.strategy, 1 << 62 if row.name == "no bound" else row.scratch_bytes)
         assert row.memory_parts == planner.parts(problem, c)
         assert total(row) == planner.scratch_bytes(problem, c)
-        assert row.ms == planner.cost(problem, c)
+        assert row.ms == (mosaic_memory.predict if framework == "jax" else planner.cost)(problem, c)
         again = 16384 - c.kept if gradients and not getattr(c, "in_forward", False) else 0
         assert row.products == (3 + again / 16384 if gradients else 1)
         assert row.recomputed_tokens == again

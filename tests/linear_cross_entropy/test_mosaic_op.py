@@ -251,6 +251,21 @@ def test_the_first_chunk_has_tokens_in_the_memory_of_the_weight_gradient_too(cha
     assert mosaic_spec.plan(replace(p, **changes), "auto", eighth).first_chunk == 0
 
 
+def test_a_longer_first_chunk_saves_more_than_its_kernels_take_to_compile():
+    p = problem(8192, 2048, 128256)
+    budget = mosaic_spec.default_scratch(p, "auto")
+    c = mosaic_spec.plan(p, "auto", budget)
+    assert c.token_chunks(p.tokens) == [2048] * 4
+    longer = min(mosaic_spec._longer_first(p, budget), key=lambda c: mosaic_spec.predict(p, c))
+    assert not longer.shared_kernels
+    assert 0.975 < mosaic_spec.predict(p, longer) / mosaic_spec.predict(p, c) < 1
+    # With a larger head it saves 4%, and its scratch has room for the other chunk.
+    p = problem(8192, 4096, 128256)
+    c = mosaic_spec.plan(p, "auto", budget)
+    assert c.token_chunks(p.tokens) == [6656, 1536]
+    assert c.shared_kernels
+
+
 @pytest.mark.parametrize(
     ("hidden", "layout", "tokens", "turns"),
     [

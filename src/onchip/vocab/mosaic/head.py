@@ -65,6 +65,11 @@ class MosaicPlan:
     def kept(self) -> int:
         return self.kept_in_gradient + self.kept_in_digits + self.kept_in_scratch
 
+    @property
+    def shared_kernels(self) -> bool:
+        """Whether the scratch of a longer first chunk has room for another chunk, which then takes its kernels."""
+        return self.first_chunk - self.kept_in_gradient - self.kept_in_digits >= self.token_chunk
+
     def token_chunks(self, tokens: int) -> list[int]:
         """With `by_tokens`, how many tokens each has."""
         first = min(self.first_chunk or self.token_chunk, tokens)

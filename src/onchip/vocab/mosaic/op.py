@@ -275,8 +275,7 @@ def _forward_by_tokens(
     if done:
         first = replace(plan, kept_in_scratch=done - in_memory)
         carry = chunk(0, done, first, 0, carry)
-        # If the first chunk's scratch has room for the others, they share its kernels.
-        rooms, begin = (first, in_memory) if first.kept_in_scratch >= size else (others, 0)
+        rooms, begin = (first, in_memory) if plan.shared_kernels else (others, 0)
     number = (len(at.label) - done) // size
     # XLA unrolls a loop of one chunk, and would make its exponentials while the first chunk's still need their memory.
     begins = after(jnp.int32(done), carry) if done and number == 1 else done
