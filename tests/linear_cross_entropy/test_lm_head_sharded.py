@@ -239,6 +239,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 def test_gpus(tmp_path):
     if count() < 2:
         pytest.skip("NCCL gives no two ranks one GPU")
