@@ -4,6 +4,7 @@ emulator.
 
 from itertools import product
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,27 @@ def test_the_normal_form_is_what_is_meant(kind):
     made = reference.dense(low.start, low.end, low.stop, 90, low.blocks, low.tile)
     right = np.broadcast_to(right, (2, 90, 90))
     assert np.array_equal(np.broadcast_to(made, right.shape), right)
+
+
+def test_masks_that_say_the_same_are_equal():
+    ids = torch.arange(8)
+    for make in (
+        Causal,
+        lambda: Window(np.int64(4)),
+        lambda: Window(None, 3) & Causal(2),
+        lambda: Documents(ids, padding=1) & Causal(),
+        lambda: Chunked(4, Documents(ids)),
+    ):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+    assert Window(4) == Window(np.int64(4))
+    different = [Causal(), Causal(1), Full(), Window(0), Documents(ids), Documents(ids.clone()), Documents(ids, 1)]
+    assert len(set(different)) == len(different)
+    traced = []
+    step = jax.jit(lambda x, mask: traced.append(mask) or x, static_argnums=1)
+    for mask in (Causal(), Causal(), Causal(3)):
+        step(jnp.zeros(1), mask)
+    assert len(traced) == 2
 
 
 MOST = 2**31 - 1

@@ -19,6 +19,7 @@ row.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
+from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 OP = "attention"
@@ -115,7 +116,20 @@ class MaskSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The base of all masks: lowering, and `&`."""
+    """The base of all masks: lowering, and `&`.
+
+    Masks are equal if they are of the same kind, with equal numbers and the same arrays.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        values = (getattr(self, field.name) for field in fields(self))
+        return type(self), *(x if isinstance(x, Integral | Mask | None) else id(x) for x in values)
 
     def lower(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
         """The normal form for a batch with these numbers of queries and keys, in `like`'s framework and on its device.
