@@ -105,6 +105,11 @@ class MaskSizes(NamedTuple):
         """`x` in int32, from 0 to `most`, which x's own dtype may not have."""
         return self.of.integers(x.clip(0, min(most, self.of.xp.iinfo(x.dtype).max)))
 
+    def bound(self, name: str, x: Array, length: int, most: int) -> Array:
+        """As `given`; what no signed number may hold, and `&` would wrap, is clipped."""
+        x = self.given(name, x, length)
+        return self.clipped(x, most) if "uint32" in str(x.dtype) or "uint64" in str(x.dtype) else x
+
     def alike(self, mask: str) -> None:
         """Raise unless queries and keys are the same tokens."""
         if self.queries != self.keys:
@@ -183,10 +188,10 @@ class Intervals(Mask):
     _whole = False  # what `is_whole` said of the mask that was lowered; as a field, JAX would compile for either
 
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
-        start, end = (
-            sizes.given(f"Intervals.{name}", x, sizes.queries) for name, x in (("start", self.start), ("end", self.end))
-        )
-        stop = None if self.stop is None else sizes.given("Intervals.stop", self.stop, sizes.keys)
+        of_rows, of_keys = (sizes.queries, sizes.keys), (sizes.keys, sizes.queries)
+        start = sizes.bound("Intervals.start", self.start, *of_rows)
+        end = sizes.bound("Intervals.end", self.end, *of_rows)
+        stop = None if self.stop is None else sizes.bound("Intervals.stop", self.stop, *of_keys)
         return Intervals(start, end, stop, self.blocks, self.tile)
 
     def _within(self, sizes: MaskSizes) -> "Intervals":
