@@ -43,9 +43,9 @@ class MaskArrays(NamedTuple):
     """`constants(like, n, value)`: [n] int32, all of them `value`, on the device of `like`."""
     integers: Callable[[Array], Array]
     """The same in int32."""
-    numbers: Callable[[Array, int], Array]
-    """`numbers(ids, step)`, [B, T] or [T]: int32 that grow in a row, from one token to the next, where the next one's
-    id isn't the token's own plus `step`, and nowhere else."""
+    run_numbers: Callable[[Array, int], Array]
+    """`run_numbers(ids, step)`, [B, T] or [T]: int32 that grow in a row, from one token to the next, where the next
+    one's id isn't the token's own plus `step`, and nowhere else."""
     runs: Callable[[Array], tuple[Array, Array]]
     """`runs(ids)`, [B, T]: where each token's run of equal ids starts and ends in its row, int32."""
     count_not_above: Callable[[Array, Array], Array]
@@ -278,7 +278,7 @@ class Documents(Mask):
     @staticmethod
     def from_position_ids(position_ids: Array) -> "Documents":  # [B, T] or [T]
         """Documents that begin where a position isn't one more than the one before."""
-        return Documents(arrays_of(position_ids).numbers(position_ids, 1))
+        return Documents(arrays_of(position_ids).run_numbers(position_ids, 1))
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Array, tokens: int) -> "Documents":  # [N + 1]

@@ -13,7 +13,7 @@ def _count_not_above(x: Tensor, y: Tensor) -> Tensor:
     return torch.searchsorted(x, y, right=True, out_int32=True)
 
 
-def _numbers(ids: Tensor, step: int) -> Tensor:
+def _run_numbers(ids: Tensor, step: int) -> Tensor:
     # Over all rows, since what happens between them doesn't matter: a GPU sums one long row by many blocks of threads,
     # but has one for each of several rows, and for a running maximum.
     flat = ids.reshape(-1)
@@ -23,7 +23,7 @@ def _numbers(ids: Tensor, step: int) -> Tensor:
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    number = _numbers(ids, 0)  # it never falls, so it can be searched
+    number = _run_numbers(ids, 0)  # it never falls, so it can be searched
     start, end = (torch.searchsorted(number, number, right=right, out_int32=True) for right in (False, True))
     return start, end
 
@@ -33,7 +33,7 @@ KNOWN["torch"] = MaskArrays(
     positions=lambda like, n, first: torch.arange(first, first + n, dtype=torch.int32, device=like.device),
     constants=lambda like, n, value: torch.full((n,), value, dtype=torch.int32, device=like.device),
     integers=lambda x: x.to(torch.int32),
-    numbers=_numbers,
+    run_numbers=_run_numbers,
     runs=_runs,
     count_not_above=_count_not_above,
     values=lambda x: x.numpy(force=True) if has_values(x) else None,

@@ -42,7 +42,7 @@ KNOWN["xla"] = MaskArrays(
     positions=lambda like, n, first: jnp.arange(first, first + n, dtype=jnp.int32),
     constants=lambda like, n, value: jnp.full(n, value, jnp.int32),
     integers=lambda x: jnp.asarray(x).astype(jnp.int32),
-    numbers=lambda ids, step: _begins(ids, step).cumsum(-1).astype(jnp.int32),
+    run_numbers=lambda ids, step: _begins(ids, step).cumsum(-1).astype(jnp.int32),
     runs=_runs,
     count_not_above=_count_not_above,
     values=_values,
