@@ -182,6 +182,17 @@ STACK = {
     "paired_fused_gradient": {"": 48, "softcap": 176},
 }
 STACK |= {kernel: {"": 176, "softcap": 376} for kernel in ATTENTION}
+# What compilers later than Triton 3.6's take besides.
+LATER = {
+    "softmax_tiles": {"bias": 40},
+    "gradient_tiles": {"class_weight": 144},
+    "logit_tiles": {"bias": 88},
+    "divergence_rows": {"": 24},
+    "gradients": {"SMOOTHING": 64},
+    "log_prob_gradients": {"": 16},
+}
+if not triton.__version__.startswith("3.6."):
+    STACK |= {kernel: STACK.get(kernel, {}) | more for kernel, more in LATER.items()}
 ON_OTHERS = dict.fromkeys(BY_TILES, 128) | {"grouped_product": 8, "grouped_weight_gradient": 8}
 REGISTERS = {
     "losses": 64,

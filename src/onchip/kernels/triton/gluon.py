@@ -9,6 +9,7 @@ from typing import Any
 from triton import language  # type: ignore[import-untyped]
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.ampere import async_copy  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
     fence_async_shared,
     mbarrier,
@@ -41,6 +42,8 @@ barrier = _first_of(gl, "barrier", "thread_barrier")
 """A barrier for all threads of a group of warps."""
 copy_in = _first_of(tma, "async_load", "async_copy_global_to_shared")
 copy_out = _first_of(tma, "async_store", "async_copy_shared_to_global")
+copy_elements = _first_of(async_copy, "async_load", "async_copy_global_to_shared")
+"""Copy elements from their addresses to shared memory, in a group of copies that is waited for."""
 add_out = _adding_copy()
 """Add a block in shared memory to what is in memory."""
 reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")

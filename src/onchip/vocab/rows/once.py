@@ -19,7 +19,7 @@ from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.ampere import async_copy  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.gluon import barrier
+from onchip.kernels.triton.gluon import barrier, copy_elements
 from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p, loss_of_lse, loss_of_target
 from onchip.vocab.rows.blocks import NOTHING, row_start, squash
 
@@ -27,7 +27,7 @@ from onchip.vocab.rows.blocks import NOTHING, row_start, squash
 @gluon.jit
 def _copy(ring, slot, row, first, V, kept, columns):
     """Begin to copy the tile of a row from column `first` on, zeros unless the row is `kept`; a group of its own."""
-    async_copy.async_copy_global_to_shared(
+    copy_elements(
         ring.index(slot), row + (first + columns), mask=kept & (columns < V - first), eviction_policy="evict_first"
     )
     async_copy.commit_group()
