@@ -519,6 +519,32 @@ def rules_on_gpus():
 
 
 @check
+def budgets_of_devices():
+    """A budget may do for a device's tokens and not for all of them, which one device refuses."""
+    given, mesh, layout = arrays(8, 128, 32, 512), mesh_of("dp"), (("dp",), (), ("dp",))
+    op = partial(linear_cross_entropy, strategy="recompute")
+    small = gradients(partial(op, scratch_bytes=400_000))
+    assert_same(small(*placed(mesh, layout, given)), gradients(op)(*given))
+    with pytest.raises(ValueError, match="scratch_bytes=400000 is too small for T=1024"):
+        small(*given)
+    with pytest.raises(ValueError, match="scratch_bytes=400000 is too small for T=1024"):
+        jax.vmap(jax.grad(partial(op, scratch_bytes=400_000)), (0, None, None))(given[0][None], *given[1:])
+
+    def attend(q, k):
+        return attention(q, k, k, Causal(), scratch_bytes="100 KiB").astype(jnp.float32).sum()
+
+    for sharding in (NamedSharding(mesh, P("dp")), None):
+        q, k = (jax.ShapeDtypeStruct((4, 128, n, 128), jnp.bfloat16, sharding=sharding) for n in (4, 2))
+        with on_h100():
+            traced = gradients(attend).trace(q, k)
+            if sharding is None:
+                with pytest.raises(ValueError, match="scratch_bytes=102400 is too small"):
+                    traced.lower(lowering_platforms=("cuda",))
+            else:
+                assert "CustomSPMDPartitioning" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@check
 def what_cannot_be_split():
     """A strategy that needs a whole vocabulary, where that is split: the error says what to pass."""
     mesh = mesh_of("dp", "tp")

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 # What stands for a label that is not in [0, V).
 IGNORED = -1
@@ -109,6 +111,20 @@ def _like(primal: Any) -> jax.ShapeDtypeStruct | None:
 def _given(cotangent: Any) -> Any:
     """A cotangent, or None for one that is zero or an integer's."""
     return None if isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0 else cotangent
+
+
+def refused(x: jax.Array, error: str) -> jax.Array:
+    """`x`, in a computation that can be traced but not run: to compile it raises ValueError."""
+    return _REFUSED.bind(x, error=error)  # type: ignore[no-any-return]
+
+
+def _refuse(context: Any, x: Any, *, error: str) -> Any:
+    raise ValueError(error)
+
+
+_REFUSED = Primitive("refused")
+_REFUSED.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_REFUSED, _refuse)
 
 
 def refuse_second_derivative(op: str, *_: Any) -> Any:

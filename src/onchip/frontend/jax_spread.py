@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from onchip.frontend.jax_call import callable_here, names_of, vary_alike, with_gradients
+from onchip.frontend.jax_call import callable_here, names_of, refused, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import platform
 from onchip.frontend.jax_mesh import ALONE, OnMesh, P, Role, Roles, Split, Spread, split_by_compiler
 
@@ -119,7 +119,9 @@ def with_gradients_on_mesh(
         static = static if once or not needed else between.resumable(static)
         roles = static.mesh.roles
 
-        def run(spread: Spread, wanted: list[P], of_outputs: list[P], parameters: Any, constants: Any) -> _Made:
+        def run(
+            static: Any, spread: Spread, wanted: list[P], of_outputs: list[P], parameters: Any, constants: Any
+        ) -> _Made:
             own, *given = given_on_device(static, spread, parameters, constants)
             outputs, saved = forward(own, needs, *given)
             kept, sums = None, []
@@ -144,7 +146,9 @@ def with_gradients_on_mesh(
             return _gradients(needs, [g.astype(x) * upstream.astype(x) for g, x in zip(kept, wider, strict=True)])
         static, roles = between.resumable(static), static.mesh.roles
 
-        def run(spread: Spread, wanted: list[P], _: Any, parameters: Any, constants: Any, *more: Any) -> _Made:
+        def run(
+            static: Any, spread: Spread, wanted: list[P], _: Any, parameters: Any, constants: Any, *more: Any
+        ) -> _Made:
             own, *given = given_on_device(static, spread, parameters, constants)
             kept, upstream = _flat(roles, parameters, more)
             saved = between.resume(own, needs, kept, *given)
@@ -431,25 +435,36 @@ class _Made(NamedTuple):
 def _in_parts(
     op: str, static: Any, run: Callable[..., _Made], given: tuple[Any, ...], roles: tuple[Any, ...], needs: Any
 ) -> _Made:
-    """run(spread, wanted, of_outputs, *given), spread as the compiler has the arrays.  `wanted` are the specs of the
-    parameters' gradients, and `of_outputs` those of the outputs.  `needs` says which gradients it returns; None means
-    none."""
+    """run(static, spread, wanted, of_outputs, *given), spread as the compiler has the arrays.  `wanted` are the specs
+    of the parameters' gradients, and `of_outputs` those of the outputs.  `needs` says which gradients it returns; None
+    means none."""
     leaves, tree = jax.tree.flatten(given)
     of_leaves, count = _roles(roles, given), len(jax.tree.leaves(given[0]))
     needed = [] if needs is None else [i for i, need in enumerate(jax.tree.leaves(needs)) if need]
     dimensions, device = _dimensions(static.mesh.roles, given[0]), platform()
     made_of: list[Any] = []  # the tree of the results, and the role of each that is no gradient
 
-    def flat(spread: Spread, wanted: list[P], of_outputs: list[P], *leaves: Any) -> list[Any]:
-        made = run(spread, wanted, of_outputs, *jax.tree.unflatten(tree, leaves))
+    def flat(static: Any, spread: Spread, wanted: list[P], of_outputs: list[P], *leaves: Any) -> list[Any]:
+        made = run(static, spread, wanted, of_outputs, *jax.tree.unflatten(tree, leaves))
         if not made_of:
             roles_of_outputs = [] if made.outputs is None else _roles(static.mesh.roles.outputs, made.outputs)
             of_kept = [] if made.kept is None else _roles(static.mesh.roles.kept, made.kept)
             made_of.extend((jax.tree.structure(made), roles_of_outputs + of_kept, len(roles_of_outputs)))
+        assert jax.tree.structure(made) == made_of[0], "what passes between halves depends on the devices"
         return jax.tree.leaves(made)
 
     def alone(*leaves: Any) -> list[Any]:
-        return flat(ALONE, [P()] * count, [], *leaves)
+        return flat(static, ALONE, [P()] * count, [], *leaves)
+
+    def traced(*leaves: Any) -> list[Any]:
+        """`alone`, but a budget that is too small for all tokens may do for those of a device."""
+        try:
+            return alone(*leaves)
+        except ValueError as error:
+            if getattr(static.options, "scratch_bytes", None) is None:
+                raise
+            unbounded = static._replace(options=replace(static.options, scratch_bytes=None))
+            return [refused(x, str(error)) for x in flat(unbounded, ALONE, [P()] * count, [], *leaves)]
 
     def of_results() -> list[tuple[Role, int | None]]:
         """The role of each result, and for a gradient the number of its parameter."""
@@ -512,7 +527,7 @@ def _in_parts(
             [NamedSharding(mesh, spec) for spec in specs] if not mesh.empty else [x.sharding for x in xs]
             for specs, xs in ((of_given, operands), (of_made, results))
         )
-        return mesh, partial(flat, spread, wanted, of_made[: made_of[2]]), out_shardings, tuple(in_shardings)
+        return mesh, partial(flat, static, spread, wanted, of_made[: made_of[2]]), out_shardings, tuple(in_shardings)
 
     def shardings(mesh: Any, operands: Any, results: Any) -> Any:
         """What GSPMD asks for in place of the rule: how the results are split, gradients as their parameters."""
@@ -523,7 +538,7 @@ def _in_parts(
         except Exception:  # would end the process; partition raises it again
             return [NamedSharding(mesh, P())] * len(results)
 
-    half = custom_partitioning(jax.jit(alone))
+    half = custom_partitioning(jax.jit(traced))
     half.def_partition(partition, infer_sharding_from_operands=shardings, decode_shardings=False, sharding_rule=rule)
     mapped = custom_vmap(lambda *leaves: half(*leaves))
 

@@ -15,7 +15,7 @@ from onchip.attention.masks import OP
 from onchip.attention.problem import XLA_COLUMNS, XLA_ROWS, AttentionOptions, AttentionProblem, xla_parts
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
-from onchip.frontend.jax_mesh import ALONE, BY_TOKEN, Role, Roles
+from onchip.frontend.jax_mesh import BY_TOKEN, Role, Roles
 from onchip.frontend.jax_spread import with_gradients_on_mesh
 
 Array = jax.Array
@@ -59,14 +59,13 @@ class AttentionSaved(NamedTuple):
 
 
 def check_room(static: AttentionStatic, parts: Mapping[str, int]) -> None:
-    """Raise if the bound is below a device's memory of a call; what a device has is unknown before the call is spread.
+    """Raise if the bound is below a device's memory of a call.
 
     Raises:
         ValueError: it is.
     """
     bound, need = static.options.scratch_bytes, sum(parts.values())
-    is_known = static.mesh is None or static.mesh.spread is not ALONE
-    if bound is not None and bound < need and is_known:
+    if bound is not None and bound < need:
         raise ValueError(f"{OP}: scratch_bytes={bound} is too small; the call needs {need} bytes")
 
 
