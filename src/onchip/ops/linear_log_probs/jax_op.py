@@ -501,7 +501,8 @@ def _outputs(static: Static, call: LossCall, stats: XlaTokenStats, sums: Any) ->
         spread(stats.log_prob),
         spread(stats.entropy),
         spread(stats.lse),
-        None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
+        # Kernels have it for the entropy too; but devices whose backends differ have the same outputs.
+        jnp.where(tokens.kept, tokens.spread(stats.argmax), -1) if static.options.top1 else None,
         spread(lax.stop_gradient(stats.mean_logits)),
         spread(lax.stop_gradient(stats.log_sum_sq)),
     )
