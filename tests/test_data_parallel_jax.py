@@ -519,6 +519,22 @@ def rules_on_gpus():
 
 
 @check
+def no_empty_constants_for_gpus():
+    """Inside of a `jax.shard_map`, one ends the process in the compiler of JAX 0.11.2."""
+    mesh = mesh_of("dp", "tp", kind=AxisType.Explicit)
+    shapes = ((4, 128, 128), jnp.bfloat16), ((1024, 128), jnp.bfloat16), ((4, 128), jnp.int32)
+    tokens, weight = LAYOUTS["vocabulary"]
+    given = [
+        jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, P(*spec)))
+        for x, spec in zip(shapes, (tokens, weight, tokens), strict=True)
+    ]
+    with on_h100(), jax.set_mesh(mesh):
+        text = gradients(linear_cross_entropy).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert "dense<>" not in text
+
+
+@check
 def budgets_of_devices():
     """A budget may do for a device's tokens and not for all of them, which one device refuses."""
     given, mesh, layout = arrays(8, 128, 32, 512), mesh_of("dp"), (("dp",), (), ("dp",))
