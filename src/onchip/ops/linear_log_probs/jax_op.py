@@ -497,12 +497,13 @@ def _outputs(static: Static, call: LossCall, stats: XlaTokenStats, sums: Any) ->
     def spread(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else tokens.spread(x)
 
+    # Kernels have it for the entropy too; but devices whose backends differ have the same outputs.
+    argmax = stats.argmax if static.options.top1 else None
     return LogProbs(
         spread(stats.log_prob),
         spread(stats.entropy),
         spread(stats.lse),
-        # Kernels have it for the entropy too; but devices whose backends differ have the same outputs.
-        jnp.where(tokens.kept, tokens.spread(stats.argmax), -1) if static.options.top1 else None,
+        None if argmax is None else jnp.where(tokens.kept, tokens.spread(argmax), -1),
         spread(lax.stop_gradient(stats.mean_logits)),
         spread(lax.stop_gradient(stats.log_sum_sq)),
     )
