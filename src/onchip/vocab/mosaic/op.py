@@ -382,7 +382,7 @@ def _walk(
             exponentials = _with_entropy(plan, exponentials, saved.base, at, above)
         # Not by `.at[:kept]`, whose indices are a constant without elements: inside of a `jax.shard_map` over several
         # devices one ends the process in the compiler of JAX 0.11.2.
-        row_factor = jnp.pad(relative, (0, recomputed_rows), constant_values=1)
+        row_factor = jnp.pad(relative, (0, padded - len(relative)), constant_values=1)
     if kept and needs.hidden:
         if exponentials.gradient is None:  # all in scratch
             sums = hidden_in_slices(at, exponentials.scratch.spare, relative)
