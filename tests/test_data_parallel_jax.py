@@ -558,7 +558,7 @@ def budgets_of_devices():
     assert "CustomSPMDPartitioning" in text
 
 
-@check
+@slow
 def kernels_for_a_whole_vocabulary_alone():
     """Half of it is no multiple of 8: plain JAX computes that, and has the same results as the kernels would."""
     given = [jnp.asarray(x, jnp.bfloat16) / 4 for x in arrays(4, 8, 128, 1032)[:2]]
