@@ -105,7 +105,7 @@ class MaskSizes(NamedTuple):
         """`x` in int32, from 0 to `most`, which x's own dtype may not have."""
         return self.of.integers(x.clip(0, min(most, self.of.xp.iinfo(x.dtype).max)))
 
-    def bound(self, name: str, x: Array, length: int, most: int) -> Array:
+    def given_bound(self, name: str, x: Array, length: int, most: int) -> Array:
         """As `given`; what no signed number may hold, and `&` would wrap, is clipped."""
         x = self.given(name, x, length)
         return self.clipped(x, most) if "uint32" in str(x.dtype) or "uint64" in str(x.dtype) else x
@@ -189,9 +189,9 @@ class Intervals(Mask):
 
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
         of_rows, of_keys = (sizes.queries, sizes.keys), (sizes.keys, sizes.queries)
-        start = sizes.bound("Intervals.start", self.start, *of_rows)
-        end = sizes.bound("Intervals.end", self.end, *of_rows)
-        stop = None if self.stop is None else sizes.bound("Intervals.stop", self.stop, *of_keys)
+        start = sizes.given_bound("Intervals.start", self.start, *of_rows)
+        end = sizes.given_bound("Intervals.end", self.end, *of_rows)
+        stop = None if self.stop is None else sizes.given_bound("Intervals.stop", self.stop, *of_keys)
         return Intervals(start, end, stop, self.blocks, self.tile)
 
     def _within(self, sizes: MaskSizes) -> "Intervals":
