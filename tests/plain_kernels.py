@@ -69,14 +69,9 @@ def softmax_tiles(
 ):  # fmt: skip
     rooms, partials = into or ((), None)
     rows, weight, label, factor, count, *_ = operands
-    if begin is not None:
-        begin = jnp.minimum(begin[0], len(label))  # and no further than the last row
-        place = begin + jnp.arange(len(rows))
-        rows = jnp.zeros((len(label), rows.shape[1]), rows.dtype).at[place].set(rows, mode="drop")
-        operands = operands._replace(rows=rows)
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
-    mine = jnp.ones(tokens, bool) if begin is None else jnp.isin(jnp.arange(tokens), place)
+    mine = jnp.arange(tokens) >= (0 if begin is None else begin[0])
     x = unscaled(operands, vocab_major, padded)
     inside = jnp.arange(padded) < vocab
     x = jnp.where(inside[None], x, -jnp.inf).reshape(tokens, -1, config.part_n)
@@ -233,9 +228,9 @@ def hidden_product(
 
 
 def weight_product(
-    out, rows, count, *, vocab_major, first, chunks, number=None, kept=None, kept_tokens=None, in_digits=None,
-    in_scratch=None, recomputed=None, begins=None, half=None, even=None, inverse_grad_scale=None, after=None,
-    config=None,
+    out, rows, count, *, vocab_major, begin=None, first, chunks, number=None, kept=None, kept_tokens=None,
+    in_digits=None, in_scratch=None, recomputed=None, begins=None, half=None, even=None, inverse_grad_scale=None,
+    after=None, config=None,
 ):  # fmt: skip
     total, out = (out, out.first) if isinstance(out, MosaicSum) else (None, out)
     chunks = jnp.asarray(chunks)
@@ -262,34 +257,38 @@ def weight_product(
         recomputed = turned(recomputed, vocab_major)
         parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, whole))), before, whole, 1))
     done = jnp.arange(tokens) < -(-count[0] // config.tile_k) * config.tile_k
+    some = count[0] > 0
+    if begin is not None:
+        done, some = done & (jnp.arange(tokens) >= begin[0]), count[0] > begin[0]
     inside = jnp.arange(whole) < chunks[1]
     # In scratch there may be more than there are tokens.
     e = jnp.concatenate(parts)[:tokens].astype(jnp.float32)
     e = jnp.where(done[:, None] & inside[None], e, 0)
-    product = e.T @ rows.astype(jnp.float32)
+    product = e.T @ jnp.where(done[:, None], rows, 0).astype(jnp.float32)
     if even is not None:
         product -= even[None, : rows.shape[1]] * (1 if begins is None else begins[0])
     product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale[0]
     if total is not None:
-        assert begins is None or not kept_tokens
-        add_to_sum(total, product if vocab_major else product.T, begins, half, first, chunks[1], axis, config, count)
+        add_to_sum(total, product if vocab_major else product.T, begins, half, first, chunks[1], axis, config, some)
         return
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
-    write_part(out, made, first, chunks[1], axis, count)
+    write_part(out, made, first, chunks[1], axis, some)
 
 
-def write_part(ref, made, first, size, axis, count):
-    """Write the first `size` rows or columns of `made` to those from `first` on; nothing is written outside."""
+def write_part(ref, made, first, size, axis, some):
+    """If there are `some` tokens, write the first `size` rows or columns of `made` to those from `first` on, and
+    nothing outside.
+    """
     pad = [(0, made.shape[axis]) if a == axis else (0, 0) for a in range(2)]
     old = jnp.pad(ref[...], pad)
     there = lax.dynamic_slice_in_dim(old, first, made.shape[axis], axis)
     mine = jnp.arange(made.shape[axis]) < size
     new = jnp.where(mine[:, None] if axis == 0 else mine, made, there)
     new = lax.dynamic_update_slice_in_dim(old, new, first, axis)[: ref.shape[0], : ref.shape[1]]
-    ref[...] = jnp.where(count[0] > 0, new, ref[...])
+    ref[...] = jnp.where(some, new, ref[...])
 
 
-def add_to_sum(total, product, begins, half, first, size, axis, config, count):
+def add_to_sum(total, product, begins, half, first, size, axis, config, some):
     """As the kernel does it, for all rows as one tile's part after the other; the chunk begins with entry `first`."""
     words = total.digits.shape[1] // -(-total.first.shape[1] // config.tile_n)
     whole, columns = product.shape[axis], product.shape[1]
@@ -312,7 +311,7 @@ def add_to_sum(total, product, begins, half, first, size, axis, config, count):
     sizes = size, size if axis == 0 else -(-size // config.tile_n) * words
     made = jnp.concatenate(firsts, 1)[:, :columns], jnp.concatenate(digits, 1)
     for ref, value, start, length in zip(total, made, starts, sizes, strict=True):
-        write_part(ref, value, start, length, axis, count)
+        write_part(ref, value, start, length, axis, some)
 
 
 def rebase_exponentials(rooms, maximum, before, after, count, *, vocab_major, vocab, config):

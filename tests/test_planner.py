@@ -130,9 +130,12 @@ def assert_sound(p, c):
         assert c.kept_in_gradient == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
         assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))
-        # With none in the gradient's memory all are in scratch, at once or chunk by chunk; or of the first such chunk.
-        if c.by_tokens or (c.kept_in_scratch > 0 and c.kept_in_gradient == 0):
+        # With none in the gradient's memory all are in scratch, at once or chunk by chunk.
+        if not c.by_tokens and c.kept_in_scratch > 0 and c.kept_in_gradient == 0:
             assert c.kept == up(p.tokens, 128)
+        if c.by_tokens:
+            assert c.kept_in_scratch >= c.token_chunk
+            assert c.kept >= c.first_chunk
         assert not c.by_tokens or (c.first_chunk > 0) == (c.kept_in_gradient > 0)
         if c.by_tokens:
             assert c.token_chunk % 128 == c.first_chunk % 128 == 0

@@ -54,11 +54,11 @@ def test_mosaic(case, layout, dtype):
 # a chunk of tokens, of which the first may be larger and keep some with the digits, with gradients made in forward.
 KEPT = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
 AGAIN = replace(KEPT, recompute_chunks=2)
-IN_FORWARD = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1024, by_tokens=True)
-LARGER = MosaicPlan("stash", 384, kept_in_gradient=256, chunk=768, kept_in_scratch=768, by_tokens=True, first_chunk=256)
-IN_DIGITS = MosaicPlan("stash", 256, kept_in_gradient=512, chunk=768, kept_in_scratch=384, by_tokens=True,
+IN_FORWARD = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=384, by_tokens=True)
+LARGER = MosaicPlan("stash", 384, kept_in_gradient=256, chunk=768, kept_in_scratch=384, by_tokens=True, first_chunk=256)
+IN_DIGITS = MosaicPlan("stash", 256, kept_in_gradient=512, chunk=768, kept_in_scratch=256, by_tokens=True,
                        first_chunk=640, kept_in_digits=128)  # fmt: skip
-MORE_IN_DIGITS = replace(IN_DIGITS, kept_in_scratch=256, first_chunk=768, kept_in_digits=256)
+MORE_IN_DIGITS = replace(IN_DIGITS, first_chunk=768, kept_in_digits=256)
 SOFTCAP, SMOOTHING = {"softcap": 5.0}, {"label_smoothing": 0.1}
 WEIGHED = {"logit_std": 3.0, "class_weight": True, "options": {"z_loss": 1e-3}}
 PLANS = {
@@ -101,7 +101,7 @@ def test_another_upstream_gradient_than_1(size, layout, dtype, monkeypatch):
     """The weight's gradient that forward rounded is made anew of all digits; the last tiles aren't full."""
     vocab, hidden = size
     vocab = vocab if layout == "vh" else vocab // 64 * 64
-    plan = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
+    plan = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=384, by_tokens=True)
     take(plan, monkeypatch)
     given = inputs(1000, hidden, vocab, layout)
     given = (given[0].astype(dtype), given[1].astype(dtype), given[2])

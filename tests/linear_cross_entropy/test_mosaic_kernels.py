@@ -245,7 +245,7 @@ def check_rooms():
         rooms = [KeptBlocks(stash, spare, SHIFT, SPLIT), KeptBlocks(None, scratch)]
         partials = MosaicPartials(*(reference_to(jnp.full((CONFIG.parts(s.vocab), TOKENS), jnp.nan)) for _ in range(2)))
         for begin in (0, half):
-            operands = s.operands._replace(rows=s.rows[begin : begin + half])
+            operands = s.operands._replace(number=jnp.minimum(s.count, begin + half))
             kernels.softmax_tiles(
                 (rooms, partials), operands, shift=s.shift, begin=at(begin), wanted=Wanted(), **common
             )  # fmt: skip

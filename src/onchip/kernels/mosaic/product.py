@@ -133,6 +133,10 @@ class Addends:
     add: Callable[[Refs, Any, Any, Any], Any]
     """What the epilogue is given, from the references, the product, and the shared memory of the left and the right
     operand."""
+    alone: Callable[[Any], Any]
+    """The same of a product that nothing is added to."""
+    there: Callable[[Refs], Any]
+    """From the references: whether there is something to add, in this launch."""
 
 
 @dataclass(frozen=True)

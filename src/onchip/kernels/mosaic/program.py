@@ -65,6 +65,7 @@ class _Program:
         some = lax.max(tiles_m, jnp.int32(1)), lax.max(tiles_n, jnp.int32(1))
         self.work = Work(*some, steps, programs, p.config.group, p.halves)
         self.items = jnp.where((tiles_m > 0) & (tiles_n > 0), self.work.items, 0)
+        self.adds: Any = None if p.addends is None else p.addends.there(refs)
         self.counter = Counter(*(refs[x] for x in ("counter", *Counter.shared()))) if counted else None
         self.broadcast = Broadcast(refs["said"], refs["told"], refs["heard"], interpret) if p.look_up else None
 
@@ -127,7 +128,8 @@ class _Program:
                 pl.when(turn == self.warpgroup)(lambda: do(of, before, turn))
             else:
                 do(of, before, turn)
-            return x + 1, before + of.steps + (0 if self.p.addends is None else MATH), *following(x + 1)
+            steps = of.steps if self.adds is None else of.steps + jnp.where(self.adds, MATH, 0)
+            return x + 1, before + steps, *following(x + 1)
 
         lax.while_loop(lambda state: state[2] < self.items, one, (jnp.int32(0), jnp.int32(0), *first))
 
@@ -158,11 +160,15 @@ class _Program:
             lax.fori_loop(0, pairs, lambda k, _: several(2 * k, 2), None)
         lax.fori_loop(2 * pairs, of.steps, lambda k, _: several(k, 1), None)
         if p.addends is not None:
-            which = ProductStep(of.i, of.j, of.first + of.steps, of.found)
-            for w in range(MATH):
-                slot = self.slot_of(before + of.steps + w)
-                plgpu.barrier_wait(self.free.at[slot])
-                p.addends.copies(self.refs, which, w, self.left(slot), self.b_smem.at[slot], self.full.at[slot])
+            pl.when(self.adds)(partial(self.copy_addends, p.addends, of, before + of.steps))
+
+    def copy_addends(self, addends: Addends, of: Item, first: Any) -> None:
+        """In the place of the steps from number `first` on."""
+        which = ProductStep(of.i, of.j, of.first + of.steps, of.found)
+        for w in range(MATH):
+            slot = self.slot_of(first + w)
+            plgpu.barrier_wait(self.free.at[slot])
+            addends.copies(self.refs, which, w, self.left(slot), self.b_smem.at[slot], self.full.at[slot])
 
     # ------------------------------------------------------------------------------------------- those that multiply
 
@@ -297,7 +303,8 @@ class _Program:
                 plgpu.barrier_arrive(self.free.at[self.slot_of(before + steps - late)])
 
         if p.addends is not None:
-            values = [self.added(p.addends, values[0], before + steps)]
+            add = partial(self.added, p.addends, values[0], before + steps)
+            values = [lax.cond(self.adds, add, partial(p.addends.alone, values[0]))]
         for part, value in zip(self.parts, values, strict=True):
             p.epilogue(self.refs, self.place(of, part[0]), value, self.storing(c.part_m, c.part_n))
 

@@ -47,7 +47,7 @@ class MosaicPlan:
     chunk: int = 0
     """Entries of the vocabulary, a multiple of 256, whose weight gradient is computed at a time."""
     kept_in_scratch: int = 0
-    """Tokens, a multiple of 128, whose exponentials wait in scratch; with `by_tokens` a chunk of them at a time."""
+    """Tokens, a multiple of 128, whose exponentials have room in scratch; with `by_tokens` those of a chunk."""
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
     recompute_chunks: int = 1
@@ -65,11 +65,6 @@ class MosaicPlan:
     def kept(self) -> int:
         return self.kept_in_gradient + self.kept_in_digits + self.kept_in_scratch
 
-    @property
-    def shared_kernels(self) -> bool:
-        """Whether the scratch of a longer first chunk has room for another chunk, which then takes its kernels."""
-        return self.first_chunk - self.kept_in_gradient - self.kept_in_digits >= self.token_chunk
-
     def token_chunks(self, tokens: int) -> list[int]:
         """With `by_tokens`, how many tokens each has."""
         first = min(self.first_chunk or self.token_chunk, tokens)
@@ -79,7 +74,10 @@ class MosaicPlan:
     def positions(self, tokens: int) -> int:
         """Of so many tokens, in whole tiles, or with `by_tokens` in whole chunks."""
         more = max(0, tokens - self.first_chunk)
-        return self.first_chunk + up(more, self.token_chunk if self.by_tokens else TOKEN_TILE)
+        if not self.by_tokens:
+            return up(more, TOKEN_TILE)
+        # The last chunk is as long as there is room.
+        return self.first_chunk + up(more, self.token_chunk) + self.kept_in_scratch - self.token_chunk
 
 
 @dataclass(frozen=True)
@@ -225,18 +223,17 @@ class MosaicHead:
     # ------------------------------------------------------------------------------- chunks of tokens
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - those of a head are kept with it
-    def chunk(self, rows: int, in_gradient: int = 0, in_digits: int = 0, chunk: int = 0) -> dict[str, int]:
-        """Bytes of one chunk of tokens that gradients are made of in forward; of the larger one, exponentials that are
-        in the memory of the weight's gradient and of digits, and of what chunks that is computed.
+    def of_chunk_bytes(self, in_scratch: int, in_memory: int = 0, chunk: int = 0) -> dict[str, int]:
+        """Of a chunk of tokens that gradients are made of in forward, with exponentials of so many in scratch and in
+        the memory of the weight's sum, which is then computed for a `chunk` at a time.
         """
-        p, in_memory = self.problem, in_gradient + in_digits
-        at_a_time = max(in_gradient, in_digits, rows - in_memory)
-        softmax = {"hidden rows": ELEMENT * at_a_time * p.hidden, "softmax of each tile": self.softmax * rows}
+        p, rows = self.problem, in_memory + in_scratch
+        softmax = {"hidden rows": ELEMENT * rows * p.hidden, "softmax of each tile": self.softmax * rows}
         # One, or one of each slice, and as XLA scatters them.
         sums = 2 * min(rows, self.hidden_step) if in_memory else (1 + hidden_slices(rows, p.hidden)) * rows
         hidden = {"hidden gradient in float32": 4 * sums * p.hidden if p.grad_hidden else 0}
         weight = {"hidden rows": ELEMENT * rows * p.hidden if p.grad_weight else 0}
-        exponentials = self.exponentials(in_memory, rows - in_memory, chunk)
+        exponentials = self.exponentials(in_memory, in_scratch, chunk)
         largest = max((softmax, hidden, weight), key=lambda phase: sum(phase.values()))
         return {"exponentials in scratch": exponentials} | largest
 
@@ -246,22 +243,12 @@ class MosaicHead:
 
     def by_tokens(self, tokens: int, c: MosaicPlan) -> dict[str, int]:
         """Bytes of a plan that goes by chunks of tokens."""
-        p, rows, first, gaps = self.problem, up(c.token_chunk, TOKEN_TILE), c.first_chunk, 0
-        made = self.chunk(rows)
-        if first:
-            longer = self.chunk(first, c.kept_in_gradient, c.kept_in_digits, c.chunk)
-            smaller = min(first, self.hidden_step)
-            if sum(longer.values()) >= sum(made.values()):
-                made, smaller = longer, rows
-            # XLA lays buffers of two sizes out with gaps: on an H200 13 MB more than the larger chunk's were needed
-            # where a sum of the other one's is 21, and 0.4 where it is 6.
-            gaps = 4 * smaller * p.hidden
+        p = self.problem
         return self.fixed(tokens, c.positions(tokens)) | {
             # The first 16 bits of both sums are where the gradients will be.
             "more digits of the weight's gradient": self.digits if p.grad_weight else 0,
             "more digits of hidden's gradient": tokens * p.hidden if p.grad_hidden else 0,
-            "gaps": gaps,
-            **made,
+            **self.of_chunk_bytes(c.kept_in_scratch, c.kept_in_gradient + c.kept_in_digits, c.chunk),
         }
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019

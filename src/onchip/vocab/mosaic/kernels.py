@@ -69,10 +69,10 @@ def _logits_tiles(
     first_row: int = 0,
 ) -> dict[str, Array]:
     """A kernel over the tiles of the logits of so many entries, or of as many as are in `entries` if that is among
-    `inputs`, beginning with the one in `first` if that is; if `first_position` is among them, only over the operands'
-    rows that begin with that position.
+    `inputs`, beginning with the one in `first` if that is; and of the positions from the one in `first_position` on,
+    if that is among them.
 
-    The hidden state of the first position is in row `first_row`.
+    The hidden state of position 0 is in row `first_row`.
     """
     c = config
     tokens, hidden = len(operands.label), operands.rows.shape[1]
@@ -81,14 +81,15 @@ def _logits_tiles(
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         number = refs["number"][0]
         if "first_position" in refs:
-            number = lax.clamp(jnp.int32(0), number - refs["first_position"][0], jnp.int32(len(operands.rows)))
+            number = lax.max(number - refs["first_position"][0], jnp.int32(0))
         tiles_n = ceil_div(refs["entries"][0], c.tile_n) if "entries" in refs else -(-entries // c.tile_n)
         return ceil_div(number, c.tile_m), tiles_n, -(-hidden // c.tile_k)
 
     def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
         v = s.j * c.tile_n + (refs["first"][0] if "first" in refs else 0)
-        load_block(refs["rows"], first_row + s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
+        row = refs["first_position"][0] if "first_position" in refs else first_row
+        load_block(refs["rows"], row + s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
         if vocab_major:
             load_block(refs["weight"], v, c.tile_n, h, c.tile_k, b, barrier)
         else:
@@ -122,8 +123,7 @@ def softmax_tiles(
     wanted: Wanted,
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
     exponential_scale: float = 1.0,
-    begin: Array | None = None,  # [1] int32: the position of the first of the operands' rows, where those aren't all;
-    # they are multiples of 128, and so are rooms
+    begin: Array | None = None,  # [1] int32: the position to begin with, a multiple of 128, as rooms are; None: 0
     labels: MosaicLabels | None = None,  # soft ones, in place of `operands.label`
     config: MosaicConfig,
     interpret: Any = None,

@@ -27,7 +27,7 @@ from onchip.kernels.mosaic.product import (
 from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.blocks import KeptBlocks, by_range, tokens_of, vocab_of
-from onchip.vocab.mosaic.sums import MosaicSum, added, store_sum, word_columns
+from onchip.vocab.mosaic.sums import MosaicSum, added, blocks_of, store_sum, word_columns
 
 
 def weight_product(
@@ -37,6 +37,7 @@ def weight_product(
     count: Array,  # [1] int32
     *,
     vocab_major: bool,
+    begin: Array | None = None,  # [1] int32: the token to begin with, a multiple of tile_k; None: 0
     first: Array,  # [1] int32: vocabulary entry with which a group of chunks begins
     chunks: Array,  # [2] int32: entries of the group before the chunks alike, and of each, a multiple of the tile
     number: Array | None = None,  # [1] int32: how many of these are before the chunk
@@ -46,7 +47,8 @@ def weight_product(
     in_scratch: Array
     | None = None,  # exponentials of the next, of all of the vocabulary: [V', those or more], or turned
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
-    begins: Array | None = None,  # [1] bool: the product is added to that `Sum`, unless nothing of it is written yet
+    begins: Array | None = None,  # [1] bool: the product is added to that `Sum`, unless nothing of it is written yet;
+    # some tokens' exponentials may be in its memory then
     half: Array | None = None,  # [1] int32: that of `split`, for the `Sum`
     even: Array | None = None,  # [H or more, in whole tiles] float32: what is taken from each entry's row before, and
     # of a `Sum` where it begins
@@ -55,7 +57,8 @@ def weight_product(
     config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
-    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once, or with `begins` added.
+    """out[chunk] = exponentials.T @ rows over the tokens from `begin` on, each element rounded once, or with `begins`
+    added.
 
     The kernel reads which chunk it has: one compiled kernel serves chunks of all sizes, counted by a loop.  A chunk
     below `split` of `kept` has its exponentials in the memory of the gradient, one from there on in `spare`; none has
@@ -85,12 +88,14 @@ def weight_product(
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         steps = ceil_div(refs["count"][0], c.tile_k)
+        if begin is not None:
+            steps = lax.max(steps - lax.div(refs["begin"][0], jnp.int32(c.tile_k)), jnp.int32(0))
         there = lax.min(vocab - refs["first"][0] - before(refs), refs["chunks"][1])
         tiles_v, tiles_h = jnp.where(steps > 0, ceil_div(there, tile_v), 0), -(-hidden // tile_h)
         return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
 
     def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
-        t = s.k * c.tile_k
+        t = s.k * c.tile_k + (0 if begin is None else refs["begin"][0])
         v, h = (s.i, s.j) if vocab_major else (s.j, s.i)
         v, h = v * tile_v, h * tile_h
         first = refs["first"][0] + before(refs)
@@ -133,7 +138,7 @@ def weight_product(
         row, column = (v, p.n) if vocab_major else (p.m, v)
         send = send_to(refs["out"], row, column, BOX)
         if total is not None:
-            blocks = product if begins is not None else [product[:, n : n + BOX] for n in range(0, c.part_n, BOX)]
+            blocks = product if begins is not None else blocks_of(product)
             if even is not None:
                 blocks = [x - of_even(refs, p, n * BOX, (BOX, BOX)) for n, x in enumerate(blocks)]
             rounding = None if half is None else refs["half"][0]
@@ -171,16 +176,15 @@ def weight_product(
 
     def add_sum(refs: Refs, product: Any, a: Any, b: Any) -> list[Any]:
         block = lambda i: a[i] if vocab_major else a.at[:, pl.ds(i * BOX, BOX)]  # noqa: E731
-        return added(product, b, block, refs["begins"][0] != 0, registers)
+        return added(product, b, block, registers)
 
     addends, width = None, word_columns(rows.dtype)
     if total is not None:
         assert (c.tile_m, c.part_m, c.tile_k) == (2 * BOX, BOX, BOX)
         assert inverse_grad_scale is None
-        assert begins is None or digits_end == 0, "a sum and exponentials can't be in the same memory"
-        addends = None if begins is None else Addends(copy_sum, add_sum)
+        addends = None if begins is None else Addends(copy_sum, add_sum, blocks_of, lambda refs: refs["begins"][0] == 0)
     inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first}
-    inputs |= {"chunks": chunks, "number": number}
+    inputs |= {"chunks": chunks, "number": number, "begin": begin}
     inputs |= {"spare": kept and kept.spare, "digits_spare": in_digits and in_digits.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
     inputs |= {"even": even, "digits": None if total is None else total.digits}

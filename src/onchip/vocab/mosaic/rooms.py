@@ -101,16 +101,14 @@ def hidden_of_kept(
     kept: Exponentials,
     in_gradient: int,
     scale: Array,
-    begin: int = 0,
-    first: Array | int = 0,
+    first: Array | None = None,
     size: int | None = None,
     done: Any = None,
 ) -> tuple[Any, Array]:
     """As `hidden_in_slices`, where the exponentials of the first `in_gradient` positions are in the memory of the
     weight's gradient: with `memory` of `Exponentials` as it is after it, so that nothing is written there before.
 
-    begin: where positions begin, among those that `kept` and `scale` are of.
-    first, size: the product is of so many positions from there on; beyond the last one it is 0.
+    first, size: the product is of so many positions from there on; beyond the last one it is 0.  None: of all.
     done: what must be there before memory is taken.
     """
     from onchip.kernels.mosaic.launch import written
@@ -124,8 +122,8 @@ def hidden_of_kept(
     # From a zero of its own, or XLA would make one matrix for all parts and copy it.
     zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), done), (tokens, layer.hidden.shape[1]))
     made: tuple[Any, Array] = written(
-        _add_hidden, static, (kept.memory, zeros), layer.weight, begin + at.number, kept.lying((None, None)), scale,
-        None if size is None else jnp.asarray(begin + first, jnp.int32).reshape(1),
+        _add_hidden, static, (kept.memory, zeros), layer.weight, at.number, kept.lying((None, None)), scale,
+        None if first is None else first.reshape(1),
     )  # fmt: skip
     return made
 

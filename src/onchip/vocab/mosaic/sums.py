@@ -73,10 +73,15 @@ class MosaicSum(NamedTuple):
         return made
 
 
-def added(product: Any, first: Any, words: Callable[[int], Any], begins: Any, registers: Registers) -> list[Any]:
-    """The product [BOX, columns] of a tile, added to what lies in shared memory: blocks [BOX, BOX] of float32.
+def blocks_of(product: Any) -> list[Any]:
+    """A tile's product [BOX, columns] in blocks [BOX, BOX]."""
+    return [product[:, n : n + BOX] for n in range(0, product.shape[1], BOX)]
 
-    words: of a number, the reference to that block of digits.  begins: whether nothing has been written there.
+
+def added(product: Any, first: Any, words: Callable[[int], Any], registers: Registers) -> list[Any]:
+    """The same, added to what lies in shared memory.
+
+    words: of a number, the reference to that block of digits.
     """
     blocks: list[Any] = []
     bits = bits_of(first.dtype)
@@ -85,7 +90,7 @@ def added(product: Any, first: Any, words: Callable[[int], Any], begins: Any, re
         if shift == 0:
             word = to_bits(registers.load_box(words(block)))
         old = join(registers.load_box(first.at[:, n : n + BOX]), (word >> shift) & ((1 << bits) - 1), bits)
-        blocks.append(product[:, n : n + BOX] + jnp.where(begins, 0.0, old))
+        blocks.append(product[:, n : n + BOX] + old)
     return blocks
 
 
