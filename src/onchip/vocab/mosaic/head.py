@@ -358,9 +358,9 @@ class MosaicHead:
 
 def _softmax_bytes(p: Problem) -> int:
     """Of what the softmax of a token leaves for all tiles."""
-    # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
-    # always argmax, and two sums of those, with and without weights of classes
-    partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats
+    # maximum and sum; for label smoothing an offset, and what XLA makes of it; moment and argmax for statistics; with
+    # labels of every entry always argmax, and two sums of those, with and without weights of classes
+    partials = 2 + 2 * int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats
     if p.labels:
         partials += 2 + (2 * int(p.class_weight) if p.stats else 1)
     return 4 * -(-p.vocab // VOCAB_TILE) * partials

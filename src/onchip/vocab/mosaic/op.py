@@ -424,6 +424,8 @@ def _walk(
 
     def walk_group(state: dict[str, Any], group: Group, number: Array) -> None:
         begin = group.first + number * group.size
+        if recomputed_rows:  # which overwrites the last group's: XLA would copy that for products that it runs later
+            begin = after(begin, *(state[name][...] for name in (*names, "out") if name in state))
         recomputed = recompute(state, begin, group.size) if recomputed_rows else None
         if not needs.weight:
             return
@@ -449,7 +451,9 @@ def _walk(
     if needs.weight:
         state["out"] = out
     if recomputed_rows and needs.hidden:
-        zeros = jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32)
+        # Not before forward's memory is free.
+        zero = after(jnp.zeros((), jnp.float32), rows)
+        zeros = jnp.broadcast_to(zero, (recomputed_rows, layer.hidden.shape[1]))
         # XLA gives equal constants one buffer, and in vmap's loop made no copy for kernels that add in place to both.
         # It knows that `number` isn't below 0, but not that it is never -1.
         other = zeros + jnp.where(at.number[0] == -1, 1.0, 0.0)
