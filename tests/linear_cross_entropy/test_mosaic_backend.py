@@ -63,6 +63,7 @@ CALLS = {
     "first, large logits": (in_forward(128, first=384), "float16", "vh", {"logit_std": 60.0}),
     "first, all in the gradient": (in_forward(256, first=128), "bfloat16", "vh", {"ignored": 0.5}),
     "first, the last without tokens": (in_forward(128, first=256), "bfloat16", "vh", {"ignored": 0.4}),
+    "first, fewer than it has room for": (in_forward(256, first=128), "bfloat16", "vh", {"tokens": 100}),
     "first, all without tokens": (in_forward(128, first=256), "bfloat16", "vh", {"ignored": 1.0}),
     "first, more than it says": (in_forward(128, first=256), "bfloat16", "vh", {"tokens": 700, "hidden": 192}),
     # With a tile of tokens' hidden gradient at a time.

@@ -76,8 +76,8 @@ class MosaicPlan:
         more = max(0, tokens - self.first_chunk)
         if not self.by_tokens:
             return up(more, TOKEN_TILE)
-        # The last chunk is as long as there is room.
-        return self.first_chunk + up(more, self.token_chunk) + self.kept_in_scratch - self.token_chunk
+        # Each chunk, the last too, works on as many as there are rooms for.
+        return max(self.kept, self.first_chunk + up(more, self.token_chunk) + self.kept_in_scratch - self.token_chunk)
 
 
 @dataclass(frozen=True)
