@@ -164,6 +164,27 @@ def test_memory_is_what_the_formula_says(size, wanted, layout):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "smoothing", "budget"),
+    [
+        ((4096, 2560, 262144), jnp.float16, 0.0, None),  # logits again, in three groups, each of its own size
+        ((4096, 2048, 128256), jnp.float16, 0.0, 300 << 20),
+        ((3000, 4096, 128256), jnp.bfloat16, 0.1, None),
+        ((8192, 4096, 128256), jnp.bfloat16, 0.1, 400 << 20),
+    ],
+    ids=str,
+)
+def test_memory_of_a_step_that_is_only_compiled(size, dtype, smoothing, budget):
+    tokens, hidden, vocab = size
+    shapes = ((tokens, hidden), dtype), ((vocab, hidden), dtype), ((tokens,), jnp.int32)
+    op = partial(linear_cross_entropy, label_smoothing=smoothing, scratch_bytes=budget, backend="mosaic_gpu")
+    step = jax.jit(jax.value_and_grad(op, argnums=(0, 1))).lower(*(jax.ShapeDtypeStruct(*x) for x in shapes)).compile()
+    name = jnp.dtype(dtype).name
+    problem = Problem(*size, name, device="cuda", smoothing=smoothing, compacted=True)
+    plan = mosaic_spec.plan(problem, "auto", budget)
+    assert step.memory_analysis().temp_size_in_bytes <= mosaic_spec.scratch_bytes(problem, plan)
+
+
 @pytest.mark.parametrize("transform", ["checkpoint", "scan", "heads", "vmap"])
 def test_transforms(transform):
     hidden, weight, labels = inputs(512, 256, 4096)

@@ -166,7 +166,8 @@ def _keeping(
     static = {"vocab_major": major, "vocab": layer.vocab, "config": config}
     number = at.number_in(part)
     rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, shift, base, number)
-    saved = unfused((base, Exponentials.of(rooms, plan)))
+    # Backward waits for all statistics: XLA would leave those that only the loss needs for later, and keep their tiles.
+    saved = after((base, Exponentials.of(rooms, plan)), stats)
     return stats, None, MosaicSaved(call, stats.known, *saved)
 
 
@@ -388,7 +389,7 @@ def _walk(
     # If exponentials are kept, all targets' terms and label smoothing's are added apart.
     at_target, even, even_rows = above.at_target, above.even, None
     if kept:
-        at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above.even)
+        at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above.even, source)
 
     of_vocab = groups(layer.vocab, plan, recomputed=recomputed_rows > 0)
     # Chunks are no multiple of its tiles along the vocabulary.
@@ -529,14 +530,19 @@ def _backward_by_tokens(
     return XlaProjection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
 
 
-def _even_rows(at: Positions, even: Array | None) -> Array | None:
+def _even_rows(at: Positions, even: Array | None, *done: Array) -> Array | None:
     """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient, given what it
     takes from each position's logits.
+
+    done: what must be there before.
     """
     if even is None:
         return None
-    rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * even[:, None], 0)
-    return jnp.pad(rows, (0, -len(rows) % VOCAB_TILE))
+    # By token: rows in the order of positions would be forward's, and kept for this.
+    tokens, even = at.call.tokens, after(even, *done)
+    hidden = jnp.where(tokens.kept[:, None], at.layer.hidden, 0).astype(jnp.float32)
+    row = jnp.sum(hidden * tokens.spread(even)[:, None], 0)
+    return jnp.pad(row, (0, -len(row) % VOCAB_TILE))
 
 
 def _scaled(rows: Array, factor: Array) -> Array:
