@@ -100,7 +100,7 @@ class Positions(NamedTuple):
 
     call: LossCall
     ids: Array  # [P, K] int32: the call's, as this device's entries are numbered; negative where there is none
-    there: Array  # [P] bool: not beyond the last token
+    there: Array  # [P] bool: not beyond the last token, nor before a chunk's first one
     number: Array  # [1] int32: how many there are, but `least` at least
     label: Array  # [P] int32, -1 where there is none
     factor: Array  # [P] float32; 1 beyond the last token

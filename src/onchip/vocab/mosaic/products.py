@@ -32,7 +32,7 @@ from onchip.vocab.mosaic.sums import MosaicSum, added, blocks_of, store_sum, wor
 
 def weight_product(
     out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or a
-    # `Sum` of references, with exponentials in the memory of both, that the product is the beginning of
+    # `Sum` of references, which the product begins, with exponentials in the memory of both, or is added to
     rows: Array,  # [T, H]
     count: Array,  # [1] int32
     *,
