@@ -32,9 +32,10 @@ FORWARD_SCRATCH = 64 * MIB
 # Of the float32 logits, that gradients may take by default.  With an eighth, as elsewhere, Llama 3.1 8B's head takes 6%
 # longer on an H200, and XLA's best plain expression with all logits is faster.
 _PART = 5
-# What is done otherwise for some tokens, a longer first chunk or logits again, takes seconds to compile: it has to save
-# so much of the time.  On an H200 a longer chunk that should save 1% of a step cost Gemma 3 1B's 2%, Llama 3.2 1B's 0.
-_OF_SOME = 0.015
+# A longer first chunk, or logits that are computed again, take seconds to compile: they have to save so much of the
+# time.  Of two longer chunks that should save 1%, one took Gemma 3 1B's step 2% longer on an H200, the other saved
+# Llama 3.2 1B's nothing.
+_TO_COMPILE = 0.015
 # Tokens whose softmax is taken at a time without gradients, at least, unless a smaller budget is given: each such chunk
 # reads all of the weight.
 _FORWARD_TOKENS = 1024
@@ -276,7 +277,7 @@ def _chunk_sizes(head: MosaicHead, recomputed: int) -> set[int]:
 def _cost(p: Problem, c: MosaicPlan) -> float:
     """What plans are compared by: the predicted time, and what there is to compile."""
     again = not c.by_tokens and 0 < c.kept < p.tokens  # some tokens' logits
-    return predict(p, c) * (1 + _OF_SOME * (again or c.first_chunk > 0))
+    return predict(p, c) * (1 + _TO_COMPILE * (again or c.first_chunk > 0))
 
 
 PLANNER: Planner[MosaicPlan] = Planner(

@@ -179,7 +179,7 @@ def _forward_by_tokens(
     A longer first chunk has all of the plan's rooms, of which some are where the weight's sum will be: its part of that
     sum overwrites what is there.  The others have the room in scratch.  Both work on as many positions as there are
     rooms for, of which those before `begin` aren't the chunk's: then their kernels are the same, and compiled once.
-    (A loop of a length that the device knows would be one body for both, but waits for the host in each turn.)
+    (One loop for all would need inner loops whose length only the device knows: XLA's wait for the host in each turn.)
     """
     from jax.experimental.pallas import run_state
 
@@ -196,7 +196,7 @@ def _forward_by_tokens(
         even_rows = _even_rows(at, None if even is None else jnp.where(at.there, even, 0))
     longer, size, rooms = plan.first_chunk, plan.token_chunk, plan.kept
     at_once = replace(plan, kept_in_gradient=0, chunk=up(layer.vocab, VOCAB_TILE))
-    # Tiles for the longer chunk are 2% faster for that, those for the others 5% for them.
+    # The longer chunk's tiles make it 2% faster, the others' make them 5% faster.
     others = len(layer.hidden) - longer
     config = tiles_of(call, size if 3 * others >= longer else longer)["weight_product"]
 
