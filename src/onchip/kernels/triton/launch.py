@@ -345,10 +345,16 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
         return f"it runs on CUDA tensors, not on {device!r}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs"
-    if not noted_any():
-        hashing()
+    _hash_if_needed()
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
+
+
+@lru_cache(maxsize=1)
+def _hash_if_needed() -> None:
+    """Have Triton's files hashed meanwhile, unless the cache has kernels whose keys need no hash."""
+    if not noted_any():
+        hashing()
 
 
 def has_gluon(capability: int) -> bool:
