@@ -183,9 +183,9 @@ class Launch(NamedTuple):
         """The same launch; all its arguments are shared with those that `again` makes from it."""
         return self._replace(given={}, shared=Shared(self.arguments))
 
-    def again(self, **changes: Any) -> "Launch":
-        """The same launch with other values for some arguments."""
-        return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
+    def again(self, grid: tuple[int, ...] | None = None, **changes: Any) -> "Launch":
+        """The same launch with other values for some arguments, and with another grid if one is given."""
+        return Launch(self.kernel, grid or self.grid, changes, self.warps, self.stages, self.registers, self.shared)
 
 
 def asks(launches: Sequence[Launch], device: int) -> list[Ask]:

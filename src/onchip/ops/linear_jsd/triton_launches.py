@@ -92,6 +92,10 @@ class Pair:
         """[T, K + 2] float32, by position: with a top-k teacher, what gradients are made from."""
         return self.stats[STATS:].view(self.call.number, -1)
 
+    def padded(self, tokens: int) -> int:
+        """Programs of a kernel with one for each row: rows of a buffer come in whole tiles."""
+        return up(tokens, TOKEN_TILE if self.sides else 1)
+
     @property
     def tiles(self) -> int:
         return -(-self.call.size // VOCAB_TILE)
@@ -108,17 +112,22 @@ class Pair:
         of_call = self.ids, self.vectors.order, self.call.size, elsewhere
         stated.call(_put_labels, self.vectors.label, *of_call)
 
-    def gather(self, who: int, rows: Tensor, first: int) -> None:
-        """Put a model's hidden states, for the positions from `first` on, into `rows`."""
-        side = self.sides[who]
-        hidden = side.layer.hidden.reshape(-1, side.run.hidden)
-        picked = Picked(self.target_logit if who == 0 else stated.empty_like(self.target_logit), None, None)
-        gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
+    def gather(self, who: int, rows: Tensor, first: int, like: Launch | None = None) -> Launch:
+        """Put a model's hidden states, for the positions from `first` on, into `rows`.  Returns the launch, for others
+        `like` it.
+        """
+        if like is None:
+            run = self.sides[who].run
+            hidden = self.sides[who].layer.hidden.reshape(-1, run.hidden)
+            picked = Picked(self.target_logit if who == 0 else stated.empty_like(self.target_logit), None, None)
+            like = gather(run, hidden, self.ids, self.ignore_index, None, picked, rows, first).fixed()
+        like.again((min(len(rows), self.call.number - first),), rows=rows, first=first).run()
         if self.call.shards.there:
             self.put_labels(ELSEWHERE)
             # It serves as -inf, but 0 times it isn't NaN.
             elsewhere = self.vectors.label == ELSEWHERE
             stated.call(Tensor.masked_fill_, self.target_logit, elsewhere, FLOOR.value)
+        return like
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -163,14 +172,11 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: JsdLogits, first: int, first
         arguments = {
             **out._asdict(),
             **run.weight_blocks(VOCAB_TILE, t.depth),
-            "rows": run.operand(rows, t.rows, t.depth),
+            **_of_rows(pair, run, rows, first, t.rows, t.depth),
             "rows_stride": rows.stride(0),
-            "C": len(rows),
-            "label": pair.vectors.label[first:],
             "below": run.operand(out.numbers, t.rows, VOCAB_TILE // parts),
             "below_rows": len(out.numbers),
             "tile_rows": len(out.largest),
-            "first": first,
             "first_tile": first_tile,
             "chunk_tiles": tiles,
             "inverse_temperature": 1 / pair.call.options.temperature,
@@ -184,6 +190,18 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: JsdLogits, first: int, first
     if run.bias is None or not made.spills(FEW):
         return made
     return launch(replace(tiles_of_logits, rows=min(tiles_of_logits.rows, low_rows(run))))
+
+
+def more_logits(made: Launch, pair: Pair, run: Run, rows: Tensor, first: int) -> Launch:
+    """What `logits` made, for other positions."""
+    cut = made.shared.arguments
+    return made.again(**_of_rows(pair, run, rows, first, cut["BLOCK_T"], cut["BLOCK_K"]))
+
+
+def _of_rows(pair: Pair, run: Run, rows: Tensor, first: int, block: int, depth: int) -> dict[str, Any]:
+    """Arguments of `logit_tiles` that depend on the positions."""
+    operand, label = run.operand(rows, block, depth), pair.vectors.label[first:]
+    return {"rows": operand, "C": len(rows), "label": label, "first": first}
 
 
 def divergence(
@@ -244,7 +262,7 @@ def divergence(
         "PAD": pad,
     }
     registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
-    return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments | more, _WARPS, registers=registers)
+    return Launch(kernels.divergence_rows, (pair.padded(tokens),), arguments | more, _WARPS, registers=registers)
 
 
 def _mode(beta: float) -> int:
@@ -339,4 +357,4 @@ def topk_gradients(
         first_tile=first_tile, soft_weight=options.soft_factor, hard_weight=options.hard_weight,
         HARD=options.hard_weight > 0, SCALED=pair.call.dtypes[0] == torch.float16, PAD=pad,
     )  # fmt: skip
-    return Launch(topk_kernels.topk_gradients, (up(tokens, pad),), arguments, _WARPS)
+    return Launch(topk_kernels.topk_gradients, (pair.padded(tokens),), arguments, _WARPS)

@@ -42,11 +42,14 @@ def _plan(call: JsdCall) -> JsdPlan:
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
         return JsdPlan(call.number)
-    student, teacher = (
-        replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied))
-        for h in (p.student, p.teacher)
-    )
-    p = replace(p, vocab=int(p.vocab), sent=int(p.sent), student=student, teacher=teacher)
+    heads = p.student, p.teacher
+    sizes = [p.vocab, p.sent, *(x for h in heads for x in (h.tokens, h.hidden, h.vocab, h.copied))]
+    if any(isinstance(x, torch.SymInt) for x in sizes):
+        student, teacher = (
+            replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied))
+            for h in heads
+        )
+        p = replace(p, vocab=int(p.vocab), sent=int(p.sent), student=student, teacher=teacher)
     return triton_memory.plan(p, "", call.options.scratch_bytes)
 
 

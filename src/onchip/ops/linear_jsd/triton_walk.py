@@ -33,6 +33,7 @@ from onchip.ops.linear_jsd.triton_launches import (
     divergence,
     empty_tiles,
     logits,
+    more_logits,
     topk_gradients,
     topk_log_probs,
     topk_numbers,
@@ -77,10 +78,14 @@ def forward(call: JsdCall, plan: JsdPlan, left: Left) -> Tensor:
 
 def _taking(pair: Pair, loss: Tensor) -> Take:
     """What is done with each chunk's logits; it fills in `loss`, by token, and the tokens' statistics."""
-    token_weight = setup.flat(pair.call.token_weight)
+    token_weight, launched = setup.flat(pair.call.token_weight), dict[bool, Launch]()
 
     def take(made: Any, first: int, size: int, into: Any) -> None:
-        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, token_weight=token_weight).run()
+        known = launched.get(bool(into))  # chunks differ in where they begin, and in whether gradients are made
+        if known is None:
+            of_chunk = divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, token_weight=token_weight)
+            known = launched[bool(into)] = of_chunk.fixed()
+        known.again((pair.padded(size),), first=first).run()
 
     return take
 
@@ -95,6 +100,7 @@ def _chunks_of_tokens(pair: Pair, take: Take) -> None:
     tokens, plan = pair.call.number, pair.plan
     chunk, kept = min(plan.token_chunk, tokens), min(plan.kept, tokens)
     rows, made, buffers = {}, {}, {}
+    gathers, heads = dict[int, Launch](), dict[int, Launch]()
     for who, side in pair.sides.items() if pair.tiles else ():  # a shard may be empty
         rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, side.saved)
         if buffer is not None:
@@ -106,8 +112,10 @@ def _chunks_of_tokens(pair: Pair, take: Take) -> None:
             whole = len(of_all) == tokens  # rows of all chunks, for backward
             part = of_all[first : first + size] if whole else of_all[:size]
             if first == 0 or not whole:
-                pair.gather(who, of_all if whole else part, first)
-            logits(pair, pair.sides[who].run, part, made[who], first, 0, pair.tiles).run()
+                gathers[who] = pair.gather(who, of_all if whole else part, first, gathers.get(who))
+            if who not in heads:
+                heads[who] = logits(pair, pair.sides[who].run, part, made[who], first, 0, pair.tiles).fixed()
+            more_logits(heads[who], pair, pair.sides[who].run, part, first).run()
         take(made, first, size, buffers if first < kept else {})
 
 
