@@ -491,7 +491,7 @@ if __name__ == "__main__":
         # (Not a Mock: torch.compile looks into it.)
         mock.patch.object(fp8_op, "refusals", every_backend),
         mock.patch.object(fp8_op.walk, "LOGITS", torch.float32),
-        mock.patch.object(triton_memory, "chunk_hidden", four_slices),
+        mock.patch.object(triton_memory, "hidden_sums", lambda *sizes: four_slices(*sizes)[1]),
         mock.patch.object(walks, "chunk_hidden", four_slices),
     ):
         main(CHECKS, sys.argv[1:])

@@ -34,7 +34,7 @@ class ChunkConfig:
     vocab_chunk: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planner(Generic[Plan]):
     """What a backend declares about its plans.  A problem is hashable and has `op`, the name that errors begin with."""
 

@@ -16,6 +16,7 @@ from onchip.vocab.triton.tiling import (
     hidden_apart,
     hidden_columns,
     hidden_evenness,
+    hidden_sums,
     hidden_time,
 )
 
@@ -64,6 +65,7 @@ class Costs:
         self.apart = hidden_apart(p.hidden)
         self.add = 1e-9 * rates.add * p.hidden
         self.launch = 1e-3 * rates.launch
+        self.launches = 1 + p.grad_hidden + p.grad_weight  # of a chunk of tokens whose gradients forward makes
         columns = hidden_columns(p.hidden)
         self.blocks = -(-p.hidden // columns)
         self.padding = self.blocks * columns / max(1, p.hidden)  # of the weight's product
@@ -86,42 +88,48 @@ class Costs:
         """With gradients that forward makes, in chunks of so many tokens, of which the first may be longer."""
         first = min(first, tokens)
         number, last = divmod(tokens - first, size)
-        rows, taken, launches = number * -(-size // TOKEN_TILE), 0.0, 0.0
-        if number:
-            of_rows, of_launches = self._of_chunk(-(-size // TOKEN_TILE), min(size, tokens))
-            taken, launches = number * of_rows, number * of_launches
-        if last:
-            short = -(-last // TOKEN_TILE)
-            of_rows, of_launches = self._of_chunk(short, min(size, tokens))
-            number, rows, taken, launches = number + 1, rows + short, taken + of_rows, launches + of_launches
+        whole, short = -(-size // TOKEN_TILE), -(-last // TOKEN_TILE)
+        if short == whole and size <= tokens:  # of as many tiles as the others
+            number, short = number + 1, 0
+        taken = number * self._of_chunk(whole)[0] if number else 0.0
+        if short:
+            number += 1
+            of_rows, slices = self._of_chunk(short)
+            if slices > 1:  # unless the sums of the largest chunk are for fewer
+                room = self.sizes.work(short * TOKEN_TILE, min(size, tokens), 0, longer=False) // (4 * self.hidden)
+                of_rows, _ = self._of_chunk(short, room // (short * TOKEN_TILE))
+            taken += of_rows
+        time = self.launch * (4 + number * self.launches)
         if first:
-            longer = -(-first // TOKEN_TILE)
-            of_rows, of_launches = self._of_first(longer, weight_chunk)
-            number, rows, taken, launches = number + 1, rows + longer, taken + of_rows, launches + of_launches
-        time = tokens * (self.token + self.keep) + self.launch * (4 + number) + self.accumulate * max(0, number - 1)
-        return time + tokens / max(1, rows) * taken + launches
+            of_rows, launches = self._of_first(-(-first // TOKEN_TILE), weight_chunk)
+            number, taken, time = number + 1, taken + of_rows, time + self.launch * launches
+        if number > 1:
+            time += self.accumulate * (number - 1)
+        return time + tokens * (self.token + self.keep + taken / max(1, -(-tokens // TOKEN_TILE)))
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - those of a head are kept with it
-    def _of_chunk(self, rows: int, size: int) -> tuple[float, float]:
-        """Of a chunk of so many rows of tiles: a token of each row, and launches; `size`: tokens of the largest."""
-        p, added, taken = self.problem, 0, evenness(rows * self.tiles, self.rates.programs) - 1
-        if p.grad_hidden:
-            slices = self._slices(rows, size)
+    def _of_chunk(self, rows: int, most: int | None = None) -> tuple[float, int]:
+        """Of a chunk of so many rows of tiles: what a token of each row takes; and in how many sums hidden's gradient
+        is made, `most` if that is less.
+        """
+        taken, slices, added = evenness(rows * self.tiles, self.rates.programs) - 1, 1, 0
+        if self.problem.grad_hidden:
+            slices = hidden_sums(rows * TOKEN_TILE, self.hidden)
+            slices = slices if most is None else max(1, min(slices, most))
             taken += hidden_time(rows, self.hidden, slices, self.rates.programs)
             added = 2 * slices - 1  # each sum is zeroed, and read once more
-        if p.grad_weight:
+        if self.problem.grad_weight:
             taken += self.padding * self.whole
-        return rows * (self.product * taken + self.add * added), self.launch * (p.grad_hidden + p.grad_weight)
+        return rows * (self.product * taken + self.add * added), slices
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def _of_first(self, rows: int, weight_chunk: int) -> tuple[float, float]:
-        """As `_of_chunk`, of a longer first chunk."""
+    def _of_first(self, rows: int, weight_chunk: int) -> tuple[float, int]:
+        """Of a longer first chunk: what a token of each row takes, and launches."""
         taken = rows * self.product * (evenness(rows * self.tiles, self.rates.programs) - 1)
-        launches = 0
+        launches = 1
         if self.problem.grad_weight:
-            uneven, launches = nested_evenness(
-                self.columns, weight_chunk, weight_chunk, self.units_by_tokens, self.rates.programs
-            )
+            uneven, of_weight = self.of_first_weight(weight_chunk)
+            launches += of_weight
             taken += rows * self.product * self.padding * uneven
         if self.problem.grad_hidden:
             lent = self.sizes.weight_row * weight_chunk
@@ -134,15 +142,7 @@ class Costs:
                     uneven = hidden_time(n, self.hidden, slices, self.rates.programs)
                     taken += times * n * (self.product * uneven + self.add * (2 * slices - 1))
                     launches += times
-        return taken, self.launch * launches
-
-    def _slices(self, rows: int, size: int) -> int:
-        """Sums of hidden's gradient for a chunk of so many rows of tiles; `size`: tokens of the largest chunk."""
-        slices = chunk_hidden(rows * TOKEN_TILE, self.hidden)[1]
-        if slices == 1 or rows * TOKEN_TILE == size:
-            return slices
-        room = self.sizes.work(rows * TOKEN_TILE, size, 0, longer=False) // (4 * self.hidden)
-        return max(1, min(slices, room // (rows * TOKEN_TILE)))
+        return taken, launches
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
@@ -156,16 +156,16 @@ class Costs:
     def beside_cuts(self, tokens: int, kept: int, halves: bool) -> "BesideCuts":
         """The part that doesn't depend on the chunks of such a plan."""
         launch, programs, hidden = self.launch, self.rates.programs, self.hidden
-        share, rows = min(1.0, kept / max(1, tokens)), -(-tokens // TOKEN_TILE)
-        held = min(rows, kept // TOKEN_TILE)
-        left, product, again = rows - held, tokens * self.product, (1 - share) * tokens
-        time, more = tokens * self.token + 8 * launch + share * tokens * self.keep, 0.0
+        rows, held, kept = -(-tokens // TOKEN_TILE), kept // TOKEN_TILE, min(kept, tokens)
+        left, again = max(0, rows - held), tokens - kept
+        time, more = tokens * self.token + 8 * launch + kept * self.keep, 0.0
         if left:
             time, more = time + again * self.again, launch
         if self.problem.grad_hidden:
             time += tokens * self.add + launch
             if held:
-                time += share * product * hidden_evenness(held, hidden, self.apart, 2, programs) + launch
+                uneven = hidden_evenness(min(rows, held), hidden, self.apart, 2, programs)
+                time += kept * self.product * uneven + launch
             if left:
                 uneven = hidden_evenness(left, hidden, self.apart, 2 if halves else 1, programs)
                 time += again * self.product * uneven
@@ -185,15 +185,10 @@ class Costs:
 
     def of_weight(self, chunk: int) -> tuple[float, float]:
         """Of the weight's gradient in backward: what a token adds, and launches."""
+        if not self.problem.grad_weight:
+            return 0.0, 0.0
         uneven, launches = nested_evenness(self.columns, chunk, chunk, self.units, self.rates.programs)
         return self.product * self.padding * uneven, self.launch * launches
-
-    def weight(self, tokens: int, chunk: int) -> float:
-        """The time of the weight's gradient in backward."""
-        if not self.problem.grad_weight:
-            return 0.0
-        of_token, of_launches = self.of_weight(chunk)
-        return tokens * of_token + of_launches
 
     def is_late(self, chunk: int) -> bool:
         """Whether so many launches of weight's product keep the host busy: the GPU is no faster."""
@@ -210,19 +205,29 @@ class Costs:
         time += tokens * (self.product * self.least_hidden + self.add) + 2 * self.launch
         return time, again - self.keep + self.add, 2 * self.launch, self.add
 
-    def in_forward_bound(self, tokens: int) -> tuple[float, float]:
+    def in_forward_bound(self, tokens: int, weight_chunk: int = 0) -> tuple[float, float]:
         """A bound for plans with gradients made in forward: no plan with one chunk takes less; and what each further
-        chunk adds.
+        chunk adds.  `weight_chunk`: of a longer first chunk.
         """
         p, product = self.problem, tokens * self.product
-        time, more = tokens * (self.token + self.keep) + 5 * self.launch, self.launch + self.accumulate
+        more = self.launches * self.launch
+        time = tokens * (self.token + self.keep) + 4 * self.launch + more
         if p.grad_hidden:
-            time += self.launch + product * self.least_hidden + tokens * self.add
-            more += self.launch
+            time += product * self.least_hidden + tokens * self.add
         if p.grad_weight:
-            time += self.launch + product * self.padding
-            more += self.launch
-        return time, more
+            uneven, launches = self.of_first_weight(weight_chunk) if weight_chunk else (self.whole, 1)
+            time += product * self.padding * min(uneven, self.whole) + self.launch * (launches - 1)
+        return time, more + self.accumulate
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def excess(self, rows: int) -> float:
+        """What a token of each row of a chunk of so many rows of tiles takes beyond that bound."""
+        even = self.product * (self.least_hidden * self.problem.grad_hidden + self.padding * self.whole)
+        return self._of_chunk(rows)[0] - rows * (even + self.add * self.problem.grad_hidden)
+
+    def of_first_weight(self, chunk: int) -> tuple[float, int]:
+        """Of the weight's product of a longer first chunk: how uneven it is, and launches."""
+        return nested_evenness(self.columns, chunk, chunk, self.units_by_tokens, self.rates.programs)
 
 
 def cut_evenness(total: int, size: int, units: float, programs: int) -> float:

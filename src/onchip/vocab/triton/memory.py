@@ -15,6 +15,7 @@ gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, w
 memory that float32 would take beyond that, scratch or a float32 gradient's own, is left for larger chunks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,8 +29,8 @@ from onchip.vocab.triton.tiling import (
     TOKEN_TILE,
     VECTOR,
     VOCAB_TILE,
-    chunk_hidden,
     even_step,
+    hidden_sums,
     takes_turns,
 )
 
@@ -136,16 +137,16 @@ class TritonSizes:
         self.padded = self.columns - p.vocab  # rows
         self.grad_hidden, self.sharded = p.grad_hidden, p.sharded
         self.bias = 4 * p.vocab if p.grad_bias else 0
+        # Of vectors, of a token and of all; of labels those with a bias in float32.
+        self.token, self.vectors = 96, MIB // 64
+        if p.labels:
+            self.token, self.vectors = self.token + 96 + 32 * p.stats, self.vectors + 4 * p.vocab
+        if p.class_weight:
+            self.token, self.vectors = self.token + 8, self.vectors + 8 * p.vocab
 
     def of_tokens(self, tokens: int, *, sorted_by_target: bool) -> int:
         """Bytes of the vectors."""
-        p = self.problem
-        vectors = (160 if sorted_by_target else 96) * tokens + MIB // 64
-        if p.labels:
-            vectors += (96 + 32 * int(p.stats)) * tokens + 4 * p.vocab  # a bias in float32
-        if p.class_weight:
-            vectors += 8 * (tokens + p.vocab)
-        return vectors
+        return (self.token + 64 * sorted_by_target) * tokens + self.vectors
 
     def of_softmax(self, tokens: int) -> int:
         """Bytes of what the softmax of so many tokens leaves for each tile."""
@@ -188,7 +189,7 @@ class TritonSizes:
         elif longer:  # of some positions at a time
             sums = max(lent, 4 * up(min(tokens, SMALLEST_STEP), TOKEN_TILE) * self.hidden)
         else:
-            sums = 4 * size * self.hidden * chunk_hidden(size, self.hidden)[1]
+            sums = 4 * size * self.hidden * hidden_sums(size, self.hidden)
         return max(self.of_softmax(tokens), sums)
 
     def chunk(self, tokens: int, size: int, lent: int, *, longer: bool) -> tuple[int, int, int]:
@@ -202,22 +203,48 @@ class TritonSizes:
         return self.row * tokens, self.exponentials * rows, work if work > lent else 0
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - those of a head are kept with it
-    def even_chunk(self, size: int) -> int:
-        """Of the largest of chunks of so many tokens, of which none is longer."""
-        return sum(self.chunk(size, size, 0, longer=False))
+    def even_chunk(self, size: int) -> tuple[int, int]:
+        """Of the largest of chunks of so many tokens, of which none is longer: with `work`, and without."""
+        rows, exponentials, work = self.chunk(size, size, 0, longer=False)
+        return rows + exponentials + work, rows + exponentials
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
     def first_chunk(self, tokens: int, weight: int) -> int:
         """Of a longer first chunk of so many tokens, with what is beyond the gradient's memory, and that of digits."""
-        lent = self.weight_row * weight
         beyond = self.beyond(weight) + self.digits_beyond(tokens, weight)
-        return beyond + sum(self.chunk(tokens, tokens, lent, longer=True))
+        return beyond + sum(self.chunk(tokens, tokens, self.weight_row * weight, longer=True))
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def other_chunk(self, tokens: int, weight: int) -> int:
-        """Of a chunk after that, with what is beyond the gradient's memory."""
+    def longest_first(self, weight: int, room: int) -> int:
+        """The most tokens, in whole tiles, whose `first_chunk` takes no more than `room`, if these are many."""
+        lent, digits = self.weight_row * weight, self.in_digits_most // TOKEN_TILE * TOKEN_TILE
+        sums = max(lent, 4 * SMALLEST_STEP * self.hidden) if self.grad_hidden else 0
+
+        def most(room: int, free: int) -> int:
+            """`free`: tokens whose exponentials are not in scratch."""
+
+            def within(room: int, work: int) -> int:
+                tokens = room // (self.row + work)
+                each = self.row + self.exponentials + work
+                return tokens if tokens <= free else (room + self.exponentials * free) // each
+
+            lends = min(within(room, 0), lent // self.softmax) if sums <= lent else 0
+            return max(lends, min(within(room, self.softmax), within(room - sums, 0))) // TOKEN_TILE * TOKEN_TILE
+
+        room -= self.beyond(weight)
+        beyond = self.tile_digits * ((self.columns + weight) // VOCAB_TILE) - self.weight_digits
+        if digits and (found := most(room - beyond, self.capacity + digits)) > self.capacity:
+            return found
+        found = most(room, self.capacity)
+        return min(found, self.capacity) if digits else found
+
+    def other_chunk(self, weight: int) -> Callable[[int], int]:
+        """Of a chunk after that, of so many tokens, with what is beyond the gradient's memory."""
         beyond = self.beyond(weight)
-        return beyond + sum(self.chunk(tokens, tokens, beyond, longer=False))
+
+        def other_chunk(tokens: int) -> int:
+            size, kept = self.even_chunk(tokens)
+            return beyond + (size if size - kept > beyond else kept)
+
+        return other_chunk
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 

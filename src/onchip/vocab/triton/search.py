@@ -4,7 +4,7 @@ framework.
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 from onchip.core.sizes import DTYPE_BYTES, up
@@ -12,6 +12,7 @@ from onchip.vocab.chunks import Fastest, largest, largest_within
 from onchip.vocab.memory import Problem
 from onchip.vocab.triton.costs import BesideCuts, Costs, costs_of
 from onchip.vocab.triton.memory import (
+    KeptBytes,
     TritonPlan,
     hidden_digits,
     id_bytes,
@@ -35,6 +36,10 @@ MOST_LONGER = 32
 FEW_TILES, FEW_TOKENS = 12, 512
 # Chunks of the weight's gradient are left out if smaller ones take so much less time.
 MUCH_LONGER = 1.06
+# The field of a plan.
+IN_FORWARD = 6
+# So many times the tokens are more than any.
+ALL = 1e9
 
 
 def in_whole_tiles(p: Problem) -> Problem:
@@ -57,7 +62,7 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
     """
     holds, auto = strategy != "recompute" and may_hold(p), strategy == "auto"
     made, columns = TritonSearch(p, kept, budget, most=auto and holds), up(p.vocab, VOCAB_TILE)
-    if holds:
+    if holds and made.sizes.exponentials * made.rows <= made.budget:
         # All in scratch: the weight's gradient in one launch.
         made.try_kept((0, made.rows), columns, columns, halves=False)
     forward = auto and p.tokens > 0 and may_run_in_forward(p)
@@ -76,7 +81,7 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
     return made.plan()
 
 
-class TritonSearch(Fastest[dict[str, Any]]):
+class TritonSearch(Fastest[tuple[Any, ...]]):
     """Plans of a problem with gradients, as their fields.  Of equally fast ones, those that keep the host busy come
     last, then the larger ones.
     """
@@ -89,26 +94,33 @@ class TritonSearch(Fastest[dict[str, Any]]):
         self.budget = budget - self.sizes.cast - p.copied - id_bytes(p)
         self.halves = (False, True) if p.grad_hidden else (False,)
         self.known: dict[tuple[int, bool], BesideCuts] = {}
+        self.sized: dict[tuple[tuple[int, int], bool], KeptBytes] = {}
+        # What a plan may take, and one that is late, which means that it keeps the host busy: no more than any other.
+        self.bounds = math.inf, math.inf
         self.kept_bound = self.costs.kept_bound(p.tokens)
         self.least_weight = self.costs.least_weight * p.tokens
         # Of `what_fits`: what is kept at least, and how much more; beside that, and bytes of a token that is.
         self.kept = (min(self.rows, self.sizes.capacity), 0) if most else kept
         self.more, self.by_vocab = self.rows - self.kept[0] if most else 0, TOKEN_TILE * self.sizes.element
-        self.least = []
-        for halves in self.halves:
-            vectors, *_, fixed, softmax, of_row, of_column = self.sizes.kept(p.tokens, *self.kept, halves=halves)
-            each = TOKEN_TILE * self.sizes.exponentials
-            each += self.sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
-            in_halves = each - halves * 4 * TOKEN_TILE * self.sizes.hidden
-            self.least.append((fixed, softmax, of_row, of_column, each, in_halves))
+        self.left = max(0, self.tokens - sum(self.kept))
+        self.least = [self.least_of(halves=False)]
+
+    def least_of(self, *, halves: bool) -> tuple[int, int, int, int, int, int]:
+        """Bytes of `what_fits`, with as few kept as there may be: of all; of the softmax, a row and a column of chunks;
+        of so many tokens more that a tile has; and if no softmax has room for their sums.
+        """
+        vectors, *_, fixed, softmax, of_row, of_column = self.bytes_of(self.kept, halves)
+        each = TOKEN_TILE * self.sizes.exponentials
+        each += self.sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
+        return fixed, softmax, of_row, of_column, each, each - halves * 4 * TOKEN_TILE * self.sizes.hidden
 
     def plan(self) -> TritonPlan | None:
         """The best plan."""
-        if (best := self.best()) is None:
-            return None
-        soonest = self.soonest()
+        best = self.best()
         # A chunk less saves more than the model says: hidden's gradient of 512 tokens took half as long again.
-        return TritonPlan(**(soonest if self.problem.even and soonest and "in_forward" in soonest else best))
+        if self.problem.even and (soonest := self.soonest()) is not None and soonest[IN_FORWARD]:
+            best = soonest
+        return None if best is None else TritonPlan(*best)
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
@@ -118,62 +130,65 @@ class TritonSearch(Fastest[dict[str, Any]]):
             made = self.known[kept, halves] = self.costs.beside_cuts(self.tokens, kept, halves)
         return made
 
-    def what_fits(self, vocab: int, weight: int, halves: bool) -> tuple[int, int] | None:
-        """Tokens whose exponentials are kept in the memory of the weight's gradient, and in scratch, as many as fit
-        beside such chunks; None: none of these do.
+    def bytes_of(self, kept: tuple[int, int], halves: bool) -> KeptBytes:
+        made = self.sized.get((kept, halves))
+        if made is None:
+            made = self.sized[kept, halves] = self.sizes.kept(self.tokens, *kept, halves=halves)
+        return made
+
+    def what_fits(self, vocab: int, weight: int, halves: bool) -> int:
+        """Tokens whose exponentials are kept in scratch, as many as fit beside such chunks; below 0 if none of these
+        do.
         """
         fixed, softmax, of_row, of_column, each, in_halves = self.least[halves]
         again = of_column * vocab
         if again >= softmax:  # what is kept isn't computed again, nor summed in two halves; else that has it all
             softmax, each = again, in_halves - self.by_vocab * vocab
         room = self.budget - fixed - of_row * weight - softmax
-        if room < 0:
-            return None
-        return self.kept[0], self.kept[1] + (min(self.more, room // max(1, each) * TOKEN_TILE) if self.more else 0)
+        if room < 0 or not self.more:
+            return self.kept[1] if room >= 0 else room
+        more = room // max(1, each) * TOKEN_TILE
+        return self.kept[1] + (more if more < self.more else self.more)
 
-    def least_again(self, weight: int) -> float:
-        """Tokens whose logits would be computed again if chunks of them took no memory."""
-        (fixed, _, of_row, *_), left = self.least[0], max(0, self.tokens - sum(self.kept))
-        room = self.budget - fixed - of_row * weight
-        return max(0.0, left - room / self.sizes.exponentials) if self.more else left
+    def least_again(self, room: int) -> float:
+        """Tokens whose logits would be computed again if chunks of them took none of so much memory."""
+        return max(0.0, self.left - room / self.sizes.exponentials) if self.more else self.left
 
-    def some_bound(self, again: float, chunks: float) -> float:
+    def some_bound(self, again: float, more: float, of_chunk: float) -> float:
         """Beside the weight's gradient no plan takes less that computes `least_again` tokens' logits again, in so many
-        chunks: of a chunk's memory, 1 / chunks of theirs, some of these tokens could be kept.
+        chunks `more` than one: of a chunk's memory, 1 / `of_chunk` of theirs, some of these tokens could be kept.
         """
         time, each, launches, added = self.kept_bound
-        if self.more and again:
-            again *= chunks / (chunks - 1) if chunks > 1 else math.inf
-        return time + again * each + (chunks - 1) * (launches + again * added)
+        if self.more:
+            again *= of_chunk
+        return time + again * (each + more * added) + more * launches
+
+    def add(self, cost: float, order: tuple[Any, ...], plan: tuple[Any, ...]) -> None:
+        """The same; `order` begins with whether the plan is late."""
+        super().add(cost, order, plan)
+        late = self.bounds[True] if order[0] else min(self.bounds[True], LEAST * cost)
+        self.bounds = LEAST * self.bound, min(LEAST * self.bound, late)
 
     def try_kept(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> None:
-        beside = self.beside(sum(kept), halves)
+        late, beside = self.costs.is_late(weight), self.beside(kept[0] + kept[1], halves)
         cost = beside.time + self.costs.of_cuts(beside, self.tokens, vocab, weight)
-        if cost > self.bound:
+        if cost > self.bounds[late]:
             return
-        size = self.sizes.kept(self.tokens, *kept, halves=halves).size(vocab, weight)
-        if size > self.budget:
+        if (size := self.bytes_of(kept, halves).size(vocab, weight)) > self.budget:
             return
         if not self.problem.grad_weight:
             weight = vocab
-        fields = {
-            "token_chunk": self.tokens,
-            "vocab_chunk": vocab,
-            "weight_chunk": weight,
-            "kept_in_gradient": kept[0],
-            "kept_in_scratch": kept[1],
-            "halves": halves,
-        }
-        self.add(cost, (self.costs.is_late(weight), size, cost, 0, vocab, halves), fields)
+        self.add(cost, (late, size, cost, 0, vocab, halves), (self.tokens, vocab, weight, *kept, halves, False))
 
-    def keep(self) -> list[tuple[float, float, float, int, tuple[int, ...]]]:
+    def keep(self) -> list[tuple[Any, ...]]:
         """Looks at plans that keep all tokens' exponentials.  Of chunks of the weight's gradient beside which only some
-        are kept: what plans take at least, `least_again`, the chunk's time and size, and the chunks of logits that may
-        go with it.
+        are kept: what plans take at least, `least_again`, the chunk's time and size, whether these are late, and the
+        chunks of logits that may go with it.
         """
         some, soonest = [], [math.inf, math.inf]
-        time, each, launches, added = self.kept_bound
-        least = time - launches + self.least_again(0) * each + self.least_weight
+        at, each, launches, added = self.kept_bound
+        fixed, softmax, of_row, of_column, *_ = self.least[0]
+        least = at - launches + self.least_again(self.budget - fixed) * each + self.least_weight
         if least > LEAST * self.bound:
             return []
         for of_token, of_launches, late, weight, sizes in _cuts(self.costs):
@@ -181,46 +196,61 @@ class TritonSearch(Fastest[dict[str, Any]]):
             if time >= MUCH_LONGER * soonest[late]:
                 continue
             soonest[late] = min(soonest[late], time)
-            if (held := self.what_fits(sizes[-1], weight, halves=False)) is None:
+            room, smallest = self.budget - fixed - of_row * weight, sizes[-1][0]
+            if room < softmax or room < of_column * smallest:
                 continue
-            if sum(held) >= self.rows:  # the size of the other chunks doesn't matter
-                self.try_kept(held, sizes[-1], weight, halves=False)
-                continue
-            # More chunks are more launches, and fewer tokens that are computed again: with so many it is least.
-            again, number = self.least_again(weight), 1.0
+            if not (again := self.least_again(room)):
+                held = self.what_fits(smallest, weight, halves=False)
+                if self.kept[0] + held >= self.rows:  # the size of the other chunks doesn't matter
+                    self.try_kept((self.kept[0], held), smallest, weight, halves=False)
+                    continue
+            least = time + at + again * each
             if self.more:
-                number = min(number + math.sqrt(again * each / (launches + again * added)), self.columns / sizes[-1])
-            some.append((self.some_bound(again, number) + time, again, time, weight, sizes))
+                # More chunks are more launches, and fewer tokens that are computed again: with so many it is least.
+                more = min(math.sqrt(again * each / (launches + again * added)), sizes[-1][1])
+                least = time + (self.some_bound(again, more, 1 + 1 / more) if more else 0)
+            some.append((least, again, time, weight, late, sizes))
         return some
 
-    def keep_some(self, some: list[tuple[float, float, float, int, tuple[int, ...]]]) -> None:
+    def keep_some(self, some: list[tuple[Any, ...]]) -> None:
         """Looks at plans that keep some, of what `keep` returns."""
-        for bound, again, time, weight, sizes in sorted(some):
-            if bound > LEAST * self.bound:
-                break
-            tried = [x for x in sizes if self.some_bound(again, self.columns / x) + time <= LEAST * self.bound]
-            listed = self.in_chunks(tried, time, weight)
+        for least, again, time, weight, late, sizes in sorted(some):
+            bound = self.bounds[late]
+            if least > bound:
+                continue
+            tried = [(time + self.some_bound(again, more, of_chunk), size) for size, more, of_chunk in sizes]
+            lefts = set[int]()
+            for least, size in sorted(tried):
+                if least > bound:
+                    break
+                lefts |= self.try_some(size, weight, time, late)
+                bound = self.bounds[late]
             # Now that it is known how many are left: chunks whose tiles fill whole waves.
-            waves = {PROGRAMS * n // left for *_, left in listed if left for n in (1, 2, 4)}
-            filling = {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}
-            listed += self.in_chunks(filling.difference(sizes, (0,)), time, weight)
-            for least, size, halves, held, _ in sorted(listed):
-                if least > LEAST * self.bound:
-                    break
-                self.try_kept(held, size, weight, halves=halves)
+            most = 4 * PROGRAMS * VOCAB_TILE // weight
+            if waves := {PROGRAMS * n // left for left in lefts if 0 < left <= most for n in (1, 2, 4)}:
+                filling = {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}
+                for size in filling.difference((0,), (size for size, *_ in sizes)):
+                    self.try_some(size, weight, time, late)
 
-    def in_chunks(self, sizes: Iterable[int], time: float, weight: int) -> list[tuple[Any, ...]]:
-        """Of chunks of logits beside such a chunk of the weight's gradient: what plans take at least, the size, whether
-        in halves, what is kept, and the rows of tiles that are left.
+    def try_some(self, vocab: int, weight: int, time: float, late: bool) -> set[int]:
+        """Tries such chunks, with as many tokens kept as fit; returns how many rows of tiles may be left.  `time`: of
+        the weight's gradient.
         """
-        listed = []
-        for size in sizes:
-            for halves in self.halves:
-                if (held := self.what_fits(size, weight, halves)) is None:
-                    break
-                at, left, product, more = self.beside(held[0] + held[1], halves)
-                listed.append((at + product + more * -(-self.columns // size) + time, size, halves, held, left))
-        return listed
+        lefts, more, in_gradient = set(), -(-self.columns // vocab) - 1, self.kept[0]
+        (at, each, launches, added), bound = self.kept_bound, self.bounds[late] - time
+        for halves in self.halves:
+            if halves == len(self.least):
+                self.least.append(self.least_of(halves=True))
+            if (held := self.what_fits(vocab, weight, halves)) < 0:
+                break
+            again = self.tokens - in_gradient - held
+            if at + again * (each + more * added) + more * launches > bound:  # halves leave more
+                break
+            beside = self.beside(in_gradient + held, halves)
+            lefts.add(beside.left)
+            if beside.time + beside.product + beside.more * (more + 1) <= bound:
+                self.try_kept((in_gradient, held), vocab, weight, halves=halves)
+        return lefts
 
     def keep_alike(self, kept: tuple[int, int]) -> None:
         """Plans whose chunks of logits and of the weight's gradient are the same."""
@@ -230,21 +260,25 @@ class TritonSearch(Fastest[dict[str, Any]]):
         if bound + self.least_weight > LEAST * self.bound:
             return
         for halves in self.halves:
-            sizes = self.sizes.kept(self.tokens, *kept, halves=halves)
+            sizes, beside = self.bytes_of(kept, halves), self.beside(sum(kept), halves)
             room, most = self.budget - sizes.fixed, self.columns
             for taken, each in (0, sizes.of_row + sizes.of_column), (sizes.softmax, sizes.of_row):
                 most = min(most, (room - taken) // each if each else most if room >= taken else 0)
             most = most // VOCAB_TILE * VOCAB_TILE
-            tried = [size for size in _alike(self.problem.hidden, self.problem.vocab) if size <= most]
+            tried = [x for x in _alike(self.costs) if x[0] <= most]
             if most <= FEW_TILES * VOCAB_TILE or self.rows <= FEW_TOKENS or not self.problem.grad_weight:
                 # A tile more or less counts: the largest that fits, and the largest whose tiles fill whole waves.
                 waves = most * self.rows // (VOCAB_TILE * TOKEN_TILE * PROGRAMS)
-                tried += [most, waves * PROGRAMS * TOKEN_TILE // max(TOKEN_TILE, self.rows) * VOCAB_TILE]
-            for size in sorted({size for size in tried if size > 0}, reverse=True):
-                least = bound + more * (-(-self.columns // size) - 1)
-                if least > self.bound:
+                filling = waves * PROGRAMS * TOKEN_TILE // max(TOKEN_TILE, self.rows) * VOCAB_TILE
+                missing = {most, filling}.difference((0,), (x for x, *_ in tried))
+                tried += [(x, *self.costs.of_weight(x), self.costs.is_late(x)) for x in missing]
+                tried.sort(reverse=True)
+            for size, of_token, of_launches, late in tried:
+                chunks = -(-self.columns // size)
+                if (least := bound + more * (chunks - 1)) > self.bound:
                     break
-                if least + self.costs.weight(self.tokens, size) <= self.bound:
+                least = max(least, beside.time + beside.product + beside.more * chunks)
+                if least + self.tokens * of_token + of_launches <= self.bounds[late]:
                     self.try_kept(kept, size, size, halves=halves)
 
     # ------------------------------------------------------------------------------- gradients in forward
@@ -255,10 +289,14 @@ class TritonSearch(Fastest[dict[str, Any]]):
         bound, more = self.costs.in_forward_bound(self.tokens)
         if bound + more * p.grad_weight > LEAST * self.bound:  # there are several chunks, if there is a sum
             return
-        fixed = self.fixed_in_forward
+        fixed, tokens = self.fixed_in_forward, self.tokens
         room = self.budget - fixed
 
-        fits = largest(lambda size: sizes.even_chunk(min(size, p.tokens)) <= room, TOKEN_TILE, rows, TOKEN_TILE)
+        def chunk_of(size: int) -> int:
+            return sizes.even_chunk(size if size < tokens else tokens)[0]
+
+        most = (room + sizes.exponentials * sizes.room) // (sizes.row + sizes.exponentials)  # if that were all
+        fits = largest(lambda size: size <= most + TOKEN_TILE and chunk_of(size) <= room, TOKEN_TILE, rows, TOKEN_TILE)
         fewest = -(-rows // fits)
         tried = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
         tried |= {size for size in _filling(p.hidden) if size <= fits}
@@ -266,13 +304,15 @@ class TritonSearch(Fastest[dict[str, Any]]):
         # One chunk needs no sum: its exponentials may as well be kept.  And small ones don't pay for adding.
         least, most = (SMALLEST_SUMMED, rows - TOKEN_TILE) if p.grad_weight else (TOKEN_TILE, rows)
         for size in sorted((x for x in tried if least <= x <= most), reverse=True):
-            if bound + more * (-(-self.tokens // size) - 1) > self.bound:
+            if (taken := bound + more * (-(-tokens // size) - 1)) > self.bound:
                 break
-            if (chunk := sizes.even_chunk(min(size, p.tokens))) <= room:
-                cost = self.costs.in_forward(self.tokens, size)
-                self.add(cost, (False, fixed + chunk, cost, 1, size), {"token_chunk": size, "in_forward": True})
+            # What is uneven of each that is whole is known at once.
+            taken += tokens // size * tokens / rows * TOKEN_TILE * self.costs.excess(size // TOKEN_TILE)
+            if taken <= LEAST * self.bound and (chunk := chunk_of(size)) <= room:
+                cost = self.costs.in_forward(tokens, size)
+                self.add(cost, (False, fixed + chunk, cost, 1, size), (size, 0, 0, 0, 0, False, True))
 
-    @property
+    @cached_property
     def fixed_in_forward(self) -> int:
         """Bytes beside the chunks, where forward computes the gradients."""
         vectors = self.sizes.of_tokens(self.tokens, sorted_by_target=True)
@@ -280,45 +320,44 @@ class TritonSearch(Fastest[dict[str, Any]]):
 
     def longer_first(self) -> None:
         """Try chunks of tokens of which the first has as many more as make the others even."""
-        p, costs, sizes, listed = self.problem, self.costs, self.sizes, []
-        bound, more = costs.in_forward_bound(self.tokens)
-        if not p.grad_weight or p.weight_grad_out or p.weight_dtype != p.dtype or bound + more > LEAST * self.bound:
+        p, sizes, listed = self.problem, self.sizes, list[tuple[int, int, int, int, int, float]]()
+        if not p.grad_weight or p.weight_grad_out or p.weight_dtype != p.dtype:
             return
-        fixed = self.fixed_in_forward
-        rows, room, capacity = self.rows, self.budget - fixed, self.sizes.capacity
+        fixed, tokens, rows, capacity = self.fixed_in_forward, self.tokens, self.rows, sizes.capacity
+        room, held = self.budget - fixed, capacity + sizes.in_digits(rows)
         step = up(rows // 128, TOKEN_TILE)  # of any number of tokens as many sizes
-        for weight in _filling_weights(self.problem.hidden):
-            first_chunk, other_chunk = (
-                partial(sizes.first_chunk, weight=weight),
-                partial(sizes.other_chunk, weight=weight),
-            )
-            if first_chunk(SMALLEST_SUMMED) > room:
+        for weight in _filling_weights(p.hidden):
+            bound, more = self.costs.in_forward_bound(tokens, weight)
+            allowed = (LEAST * self.bound - bound) / more  # chunks after the first
+            if allowed < 1 or (most := min(rows, sizes.longest_first(weight, room))) < SMALLEST_SUMMED:
                 continue
-            most = largest_within(first_chunk, room, SMALLEST_SUMMED, rows, TOKEN_TILE)
+            other_chunk = sizes.other_chunk(weight)
             # Of the other chunks, beside a first one that has no exponentials where digits will be, and the largest.
             beyond = sizes.digits_beyond(most, weight)
             short = largest_within(other_chunk, room, TOKEN_TILE, rows, TOKEN_TILE)
             long = largest_within(other_chunk, room - beyond, TOKEN_TILE, rows, TOKEN_TILE) if beyond else short
-            # More chunks than that take too long: smaller ones would be more.
-            others = (self.bound - bound) / more
-            more_than = up(max(0, math.ceil((rows - most) / others) - SMALLEST_SUMMED), step) if others > 0 else rows
-            for size in reversed(range(SMALLEST_SUMMED + more_than, min(short, most, rows - TOKEN_TILE) + 1, step)):
-                here = min(most, rows - size)
-                if size > long:
-                    here = min(here, max(size, capacity))
-                others = -(-(rows - here) // size)
+            # Smaller ones would be more than are allowed.
+            more_than = up(max(0, math.ceil((rows - most) / allowed) - SMALLEST_SUMMED), step)
+            for size in range(SMALLEST_SUMMED + more_than, min(short, most, rows // 2) + 1, step):
+                here = most if size <= long else min(most, max(size, capacity))
+                others = -(min(-size, here - rows) // size)  # at least one
                 first = rows - others * size
-                if size < first < self.tokens and bound + more * others <= self.bound:
-                    in_scratch = max(size, first - capacity - sizes.in_digits(first))
-                    listed.append((in_scratch, bound + more * others, first, size, weight))
-        listed = sorted(listed)[:MOST_LONGER]
-        for _, least, first, size, weight in sorted(listed, key=lambda x: x[1]):
-            if least <= self.bound and (cost := costs.in_forward(self.tokens, size, first, weight)) <= self.bound:
-                other = sizes.other_chunk(size, weight) + sizes.digits_beyond(first, weight)
-                chunk = max(sizes.first_chunk(first, weight), other)
-                if chunk <= room:
-                    fields = {"token_chunk": size, "weight_chunk": weight, "in_forward": True, "first_chunk": first}
-                    self.add(cost, (False, fixed + chunk, cost, 2, weight, size), fields)
+                if size < first < tokens and others <= allowed:
+                    # What first has in scratch, or the others.
+                    in_scratch = first - held if first - held > size else size
+                    listed.append((in_scratch, others, first, size, weight, bound + more * others))
+        if len(listed) > MOST_LONGER:
+            listed = sorted(listed)[:MOST_LONGER]
+        for _, others, first, size, weight, least in listed:
+            least += others * tokens / rows * TOKEN_TILE * self.costs.excess(size // TOKEN_TILE)
+            if least <= LEAST * self.bound:
+                cost = self.costs.in_forward(tokens, size, first, weight)
+                if cost <= self.bound:
+                    other = sizes.other_chunk(weight)(size) + sizes.digits_beyond(first, weight)
+                    chunk = max(sizes.first_chunk(first, weight), other)
+                    if chunk <= room:
+                        plan = size, 0, weight, 0, 0, False, True, first
+                        self.add(cost, (False, fixed + chunk, cost, 2, weight, size), plan)
 
 
 # ------------------------------------------------------------------------------------------------------ sizes of a head
@@ -341,25 +380,34 @@ def _again(vocab: int) -> frozenset[int]:
     return frozenset(sizes | {1, min(2, tiles), min(3, tiles)})
 
 
-@lru_cache(maxsize=256)
-def _alike(hidden: int, vocab: int) -> tuple[int, ...]:
-    """Entries of the vocabulary whose logits are computed again, followed by their weight gradient."""
-    return tuple(sorted(tiles * VOCAB_TILE for tiles in _again(vocab) | _weights(hidden, vocab)))
+@lru_cache(maxsize=1024)
+def _alike(costs: Costs) -> tuple[tuple[int, float, float, bool], ...]:
+    """Entries of the vocabulary whose logits are computed again, followed by their weight gradient: how many, the most
+    first; what the latter takes, of a token and of launches; and whether it keeps the host busy.
+    """
+    sizes = sorted(_again(costs.problem.vocab) | _weights(costs.problem.hidden, costs.problem.vocab), reverse=True)
+    return tuple((x, *costs.of_weight(x), costs.is_late(x)) for x in (tiles * VOCAB_TILE for tiles in sizes))
 
 
 @lru_cache(maxsize=1024)
-def _cuts(costs: Costs) -> tuple[tuple[float, float, bool, int, tuple[int, ...]], ...]:
+def _cuts(costs: Costs) -> tuple[tuple[float, float, bool, int, tuple[tuple[int, float, float], ...]], ...]:
     """Chunks of the weight's gradient: what they take, of a token and of launches, whether they keep the host busy, how
-    large they are; and the chunks of logits, of whole ones, that may go with each, the largest first.
+    large they are; and the chunks of logits, of whole ones, that may go with each, the largest first, with the last two
+    arguments of `some_bound`.
     """
     hidden, vocab, made = costs.problem.hidden, costs.problem.vocab, []
+
+    def with_bound(sizes: Iterable[int]) -> tuple[tuple[int, float, float], ...]:
+        numbers = ((size, costs.columns / size) for size in sorted(sizes, reverse=True))
+        return tuple((size, n - 1, n / (n - 1) if n > 1 else ALL) for size, n in numbers)
+
     if not costs.problem.grad_weight:
-        return ((0.0, 0.0, False, VOCAB_TILE, _alike(hidden, vocab)[::-1]),)
+        return ((0.0, 0.0, False, VOCAB_TILE, with_bound(size for size, *_ in _alike(costs))),)
     for tiles in sorted(_weights(hidden, vocab)):
         weight, columns = tiles * VOCAB_TILE, up(costs.columns, tiles * VOCAB_TILE)
         sizes = {min(up(x * VOCAB_TILE, weight), columns) for x in _again(vocab) | {tiles}}
         taken = costs.of_weight(weight)
-        made.append((*taken, costs.is_late(weight), weight, tuple(sorted(sizes, reverse=True))))
+        made.append((*taken, costs.is_late(weight), weight, with_bound(sizes)))
     return tuple(made)
 
 
