@@ -5,8 +5,11 @@ weight's gradient nor in scratch, backward computes its logits again, in chunks 
 """
 
 import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd.memory import Head, JsdProblem, logits_bytes
@@ -14,7 +17,7 @@ from onchip.vocab import chunks
 from onchip.vocab.chunks import Fastest, Planner, largest_within
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton.costs import RATES, Rates
-from onchip.vocab.triton.search import SLACK, in_whole_tiles
+from onchip.vocab.triton.search import LEAST, SLACK, in_whole_tiles
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE, evenness
 
 # Tokens, and tiles of the vocabulary, of a chunk that keeps the device busy.
@@ -55,6 +58,16 @@ def block_bytes(size: int) -> int:
     return size + beyond if beyond <= MIB else size
 
 
+def blocks_bytes(count: int, blocks: Mapping[int, int]) -> int:
+    """`block_bytes` of `count` times so many bytes, for so many blocks of each."""
+    total = 0
+    for each, number in blocks.items():
+        size = each * count
+        beyond = -size % (2 * MIB) if size >= 10 * MIB else 0
+        total += number * (size + beyond if beyond <= MIB else size)
+    return total
+
+
 class JsdSizes:
     """Bytes that plans of a problem take, part by part."""
 
@@ -69,13 +82,17 @@ class JsdSizes:
         # states.
         self.layers: list[tuple[int, int, int]] = []
         self.kept: list[tuple[int, int]] = []  # bytes of a token's gradient, and tokens that the weight's memory holds
+        self.weights: list[tuple[int, int, int]] = []  # of a weight's gradient: bytes of a row, rows, and those tokens
         for h in p.layers:
             element, gradients = DTYPE_BYTES[h.dtype], h.any_grad
             self.casts += block_bytes(element * h.vocab * h.hidden) if h.weight_dtype != h.dtype else 0
             distance = 4 if h.dtype == "float16" else 2
             self.layers.append((distance, element * gradients, 0 if gradients else element * h.hidden))
             if gradients:
-                self.kept.append((element * up(h.vocab, VOCAB_TILE), triton_memory.capacity(h)))
+                capacity = triton_memory.capacity(h)
+                self.kept.append((element * up(h.vocab, VOCAB_TILE), capacity))
+                if h.grad_weight:
+                    self.weights.append((DTYPE_BYTES[h.weight_dtype] * h.hidden, h.vocab, capacity))
                 # For a shard, hidden's gradient is elsewhere, and in float32: it is added up over the ranks.
                 in_place = h.grad_hidden and not p.sharded
                 self.hidden_rows += 0 if in_place else block_bytes(element * p.tokens * h.hidden)
@@ -86,6 +103,12 @@ class JsdSizes:
         # gradient is kept, beyond what the weights' memory holds.
         self.of_token = sum(distance * self.columns + 12 * tiles + row for distance, _, row in self.layers)
         self.of_token += self.numbers
+        # Blocks, as `blocks_bytes` takes them: of a token in a chunk; of one that is recomputed, and of its columns.
+        self.rows_again = Counter(row for *_, row in self.layers if row)
+        self.of_chunk = Counter(x for distance, _, row in self.layers for x in (distance * self.columns, row) if x)
+        self.columns_again = Counter(x for distance, element, _ in self.layers for x in (distance, element) if x)
+        self.statistics = 12 * len(self.layers)  # bytes beside, of a token and tile of the vocabulary
+        self.of_scratch = Counter(self.kept)
         self.again_row = sum(row for *_, row in self.layers)
         self.again_column = sum(distance + element for distance, element, _ in self.layers)
         self.of_kept, self.held = (
@@ -97,40 +120,33 @@ class JsdSizes:
     def beyond(self, kept: int, weight_chunk: int) -> int:
         """Bytes that the memories of the weights' gradients need beyond the gradients themselves."""
         more = 0
-        for h in self.problem.layers:
-            if h.grad_weight:
-                row = DTYPE_BYTES[h.weight_dtype] * h.hidden
-                # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
-                rows = up(h.vocab, VOCAB_TILE) + weight_chunk if min(kept, triton_memory.capacity(h)) else h.vocab
-                more += block_bytes(row * rows) - row * h.vocab
+        for row, vocab, capacity in self.weights:
+            # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
+            rows = up(vocab, VOCAB_TILE) + weight_chunk if kept and capacity else vocab
+            more += block_bytes(row * rows) - row * vocab
         return more
 
     def in_scratch(self, kept: int) -> int:
         """Bytes of the logits' gradients that are kept in scratch."""
         size = 0
-        for each, capacity in self.kept:
+        for (each, capacity), number in self.of_scratch.items():
             if kept > capacity:
-                size += block_bytes(each * (kept - capacity))
+                size += number * block_bytes(each * (kept - capacity))
         return size
 
     def forward(self, token_chunk: int) -> int:
         """Bytes of a chunk's logits."""
         chunk = up(min(token_chunk, self.tokens), TOKEN_TILE)
-        size = self.numbers * chunk
-        for distance, _, row in self.layers:
-            size += block_bytes(distance * chunk * self.columns) + 12 * chunk * (self.columns // VOCAB_TILE)
-            size += block_bytes(row * chunk)
-        return size
+        each = self.numbers + self.statistics * (self.columns // VOCAB_TILE)
+        return each * chunk + blocks_bytes(chunk, self.of_chunk)
 
     def backward(self, kept: int, vocab_chunk: int) -> int:
         """Bytes of sums, and of what backward computes again."""
-        again, size = self.rows - kept, self.sums
+        again = self.rows - kept
         if again <= 0 or not self.any_grad:
-            return size
-        for distance, element, row in self.layers:
-            size += block_bytes(distance * again * vocab_chunk) + 12 * again * (vocab_chunk // VOCAB_TILE)
-            size += block_bytes(element * again * vocab_chunk) + block_bytes(row * again)
-        return size
+            return self.sums
+        size = self.sums + self.statistics * (vocab_chunk // VOCAB_TILE) * again
+        return size + blocks_bytes(again * vocab_chunk, self.columns_again) + blocks_bytes(again, self.rows_again)
 
     def parts(self, c: JsdPlan) -> dict[str, int]:
         """`scratch_parts`."""
@@ -170,17 +186,17 @@ class JsdCosts:
         self.weights = [(product, -(-h.hidden // 256)) for h, product in products if h.grad_weight]
         of_hidden = [product + 1e-9 * rates.add * p.tokens * h.hidden for h, product in products if h.grad_hidden]
         self.hidden = sum(of_hidden)
+        # Of all programs with a tile each.
+        self.wave = self.product * TOKEN_TILE * self.programs / max(1, self.tokens) / max(1, self.tiles)
 
     def forward(self, token_chunk: int) -> float:
         """Time of all chunks of tokens."""
         size = max(1, min(token_chunk, self.tokens))
         number, last = divmod(self.tokens, size)
-        time = self.chunk * (number + (last > 0))
-        for tokens, times in (size, number), (last, int(last > 0)):
-            rows = -(-tokens // TOKEN_TILE)
-            each = self.product * rows * TOKEN_TILE / max(1, self.tokens)
-            time += times * each * evenness(rows * self.tiles, self.programs)
-        return time
+        waves = number * -(-(-(-size // TOKEN_TILE) * self.tiles) // self.programs)
+        if last:
+            number, waves = number + 1, waves - (-(-last // TOKEN_TILE) * self.tiles) // -self.programs
+        return self.chunk * number + waves * self.wave
 
     def again(self, kept: int, vocab_chunk: int) -> float:
         """Time of logits that are computed again."""
@@ -242,6 +258,14 @@ def _config(p: JsdProblem, kept: int, tokens: int, vocab_tiles: int, weight_tile
     return JsdPlan(min(p.tokens, tokens), kept, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE)
 
 
+def nearly(size: Callable[[int], int], room: int, least: int, most: int) -> int:
+    """`largest_within` of tiles of tokens, for a `most` that is hardly too large."""
+    for tokens in range(most, max(least, most - 2 * TOKEN_TILE), -TOKEN_TILE):
+        if size(tokens) <= room:
+            return tokens
+    return largest_within(size, room, least, max(least, most - 2 * TOKEN_TILE), TOKEN_TILE)
+
+
 class JsdSearch(Fastest[tuple[int, int, int, int]]):
     """The plans, as arguments of `_config`, that fit a budget and may be among the fastest; plans that surely take
     longer are not looked at.
@@ -253,13 +277,16 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows - p.sent
         self.rows, self.tiles = self.sizes.rows, self.costs.tiles
         self._beyond: dict[tuple[bool, int], int] = {}
+        self._kept: dict[int, list[int]] = {}
+        self.again = self.costs.again_launches(max(1, self.tiles))  # of one chunk
         of_tokens = {min(self.rows, USEFUL_TOKENS), TOKEN_TILE}
-        self.beside = {self.sizes.forward(tokens) for tokens in of_tokens}
+        self.beside = sorted({self.sizes.forward(tokens) for tokens in of_tokens})
         # The room for chunks of tokens beyond which more room is better used for keeping tokens.
+        self.each = max(1, self.sizes.of_kept)
+        self.all_kept, self.all_rows = self.each * max(1, p.tokens), self.sizes.of_token * max(1, p.tokens)
         worth = self.costs.chunk * self.sizes.of_token * self.sizes.of_kept / max(1e-9, self.costs.product)
         self.worth = max(1.0, p.tokens * math.sqrt(worth))
-        # The least time: that of one chunk of tokens, with tiles that fill whole waves.
-        self.floor = self.costs.chunk + self.costs.product + self.costs.hidden
+        self.forward = self.costs.chunk + self.costs.product  # of one chunk of tokens, with tiles that fill whole waves
 
     def beyond(self, kept: int, weight: int) -> int:
         """`JsdSizes.beyond`, which depends only on whether any tokens are kept."""
@@ -268,101 +295,131 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
             self._beyond[key] = self.sizes.beyond(kept, weight * VOCAB_TILE)
         return self._beyond[key]
 
-    def chunks(self, kept: int, vocab: int, weight: int) -> None:
-        """Try the least number of chunks of tokens, and slightly larger ones."""
-        sizes, rows = self.sizes, self.rows
+    def chunks(self, kept: int, vocab: int, weight: int, time: float) -> None:
+        """Try the least number of chunks of tokens, and slightly larger ones.  `time`: of the gradients' products."""
+        sizes, rows, tokens = self.sizes, self.rows, self.problem.tokens
+        time += self.costs.again(kept, vocab * VOCAB_TILE)
+        if time + self.forward > LEAST * self.bound:
+            return
         fixed = self.beyond(kept, weight) + sizes.in_scratch(kept)
         backward, room = sizes.backward(kept, vocab * VOCAB_TILE), self.budget - fixed
         if max(backward, min(rows, TOKEN_TILE) * sizes.of_token) > room:
             return
         most = min(rows, room // sizes.of_token // TOKEN_TILE * TOKEN_TILE)
-        most = largest_within(sizes.forward, room, TOKEN_TILE, most, TOKEN_TILE)
+        if time + self.forward + self.costs.chunk * (-(-rows // max(1, most)) - 1) > LEAST * self.bound:
+            return
+        most = nearly(sizes.forward, room, TOKEN_TILE, most)
         fewest = max(1, -(-rows // most))
-        tried = {most} | {up(-(-self.problem.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
-        time = self.costs.hidden
-        if self.problem.any_grad:
-            time += self.costs.again(kept, vocab * VOCAB_TILE) + self.costs.weight(weight * VOCAB_TILE)
-        for tokens in sorted(size for size in tried if size <= most):
-            cost = time + self.costs.forward(tokens)
-            if cost <= self.bound and (forward := sizes.forward(tokens)) <= room:
-                order = fixed + max(forward, backward), round(cost, 9), kept, -min(self.problem.tokens, tokens)
-                self.add(cost, order, (kept, tokens, vocab, weight))
+        tried = {most} | {up(-(-tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
+        for size in sorted(size for size in tried if size <= most):
+            cost = time + self.costs.forward(size)
+            if cost <= self.bound and (forward := sizes.forward(size)) <= room:
+                order = fixed + max(forward, backward), round(cost, 9), kept, -min(tokens, size)
+                self.add(cost, order, (kept, size, vocab, weight))
 
     def plan(self) -> JsdPlan | None:
         """The best."""
         best = self.best()
         return None if best is None else _config(self.problem, *best)
 
-    def kept(self, weight: int) -> list[int]:
-        """How many tokens can be kept beside a useful chunk of tokens, or the smallest, leaving aside recomputing."""
-        sizes, made = self.sizes, []
-        for beside in self.beside:
-            room = self.budget - self.beyond(self.rows, weight) - beside
-            most = max(0, min(self.rows, (room + sizes.held) // max(1, sizes.of_kept) // TOKEN_TILE * TOKEN_TILE))
-            made.append(largest_within(sizes.in_scratch, room, 0, most, TOKEN_TILE))
-        return made
-
-    def most_kept(self, vocab: int, weight: int, kept: list[int]) -> float:
-        """A bound on the tokens that can be kept while the others are recomputed; below 0 if nothing fits."""
-        sizes, columns, most = self.sizes, vocab * VOCAB_TILE, min(max(kept), self.rows - TOKEN_TILE)
-        again = sizes.again_column * columns + sizes.again_row
-        room = self.budget - self.beyond(self.rows, weight) - sizes.sums - self.rows * again
-        if again >= sizes.of_kept:  # the more are kept the better
-            return most if room + sizes.held + most * (again - sizes.of_kept) >= 0 else -1.0
-        return min(most, (room + sizes.held) / (sizes.of_kept - again))
-
-    def some_bound(self, vocab: int, weight: int, most: float) -> float:
-        """A bound on the time for recomputing and for chunks of tokens, in any plan that keeps at most this many
-        tokens.
+    def some_bound(self, tiles: int, room: int, most: float) -> float:
+        """A bound on the time for recomputing, in chunks of so many tiles, and for chunks of tokens, in any plan that
+        keeps at most this many tokens.  `room`: bytes for both.
 
         A token that is kept isn't recomputed, but makes chunks of tokens smaller: up to a number that is worth it.
         """
-        costs, tokens, each = self.costs, max(1, self.problem.tokens), max(1, self.sizes.of_kept)
-        room = self.budget - self.beyond(self.rows, weight) + self.sizes.held
-        left = max(room - each * most, self.worth)
-        again = max(0.0, 1 - (room - left) / (each * tokens))
-        more = costs.chunk * max(0.0, tokens * self.sizes.of_token / left - 1)
-        return again * costs.product + more + costs.again_launches(vocab)
+        left = room - self.each * most
+        if left < self.worth:
+            left = self.worth
+        time = self.again * -(-self.tiles // tiles)
+        if left < self.all_rows:
+            time += self.costs.chunk * (self.all_rows / left - 1)
+        again = 1 - (room - left) / self.all_kept
+        return time + again * self.costs.product if again > 0 else time
 
-    def keep(self, vocab: int, weight: int, time: float, kept: list[int]) -> None:
-        """Try keeping no tokens, and as many as fit."""
-        sizes, columns, before = self.sizes, vocab * VOCAB_TILE, self.rows
+    def some(self, weight: int, time: float) -> list[tuple[Any, ...]]:
+        """Chunks of the vocabulary beside which not all tokens are kept: what plans take at least, and what `keep`
+        takes.
+        """
+        sizes, some = self.sizes, []
         room = self.budget - self.beyond(self.rows, weight)
+        beside = room + sizes.held
+        # How many tokens can be kept beside the smallest chunk of tokens, leaving aside recomputing.
+        largest = max(0, min((beside - self.beside[0]) // self.each, self.rows - TOKEN_TILE))
+        for vocab in _vocabs(max(self.tiles, 1), weight):
+            again = sizes.again_column * vocab * VOCAB_TILE + sizes.again_row
+            fits, more = beside - sizes.sums - self.rows * again, sizes.of_kept - again
+            most = largest if more <= 0 else min(largest, fits // more)  # or the more are kept the better
+            if most >= 0 and most * more <= fits:
+                least = self.forward + time + self.some_bound(vocab, beside, most)
+                some.append((least, vocab, weight, time, room, most))
+        return some
+
+    def kept(self, weight: int, room: int) -> list[int]:
+        """How many tokens can be kept beside a useful chunk of tokens, or the smallest, leaving aside recomputing; and
+        none: the most first.
+        """
+        if weight not in self._kept:
+            sizes, made = self.sizes, {0}
+            for beside in self.beside:
+                most = max(0, min(self.rows, (room - beside + sizes.held) // self.each // TOKEN_TILE * TOKEN_TILE))
+                made.add(nearly(sizes.in_scratch, room - beside, 0, most))
+            self._kept[weight] = sorted(made, reverse=True)
+        return self._kept[weight]
+
+    def keep(self, vocab: int, weight: int, time: float, room: int, largest: int) -> None:
+        """Try keeping no tokens, and as many as fit; of all but all tokens no more than the `largest` number do."""
+        sizes, columns, before = self.sizes, vocab * VOCAB_TILE, self.rows
+        # Whether a tile of tokens that is kept surely takes more than one that isn't.
+        more = sizes.of_kept - sizes.again_column * columns - sizes.again_row
+        grows = TOKEN_TILE * more > MIB * (len(sizes.kept) + 3 * len(sizes.layers))
 
         def backward(kept: int) -> int:
             return sizes.in_scratch(kept) + sizes.backward(kept, columns)
 
-        for most in sorted({*kept, 0}, reverse=True):
+        for most in self.kept(weight, room):
             if before < most:  # even fewer fit
                 continue
-            if most and backward(most) > room:
+            if most and ((grows and largest < most < self.rows) or backward(most) > room):
                 # Tokens in the weight's memory reduce what backward takes, tokens in scratch add to it.
-                least = min(most, sizes.capacity)
-                most = largest_within(backward, room, least, most, TOKEN_TILE) if backward(least) <= room else 0
-            if most < before and time + self.some_bound(vocab, weight, most) <= self.bound:
-                self.chunks(most, vocab, weight)
+                fewest = min(most, sizes.capacity)
+                if grows:
+                    most = nearly(backward, room, fewest, max(fewest, min(most, largest // TOKEN_TILE * TOKEN_TILE)))
+                else:
+                    most = largest_within(backward, room, fewest, most, TOKEN_TILE)
+                if most == fewest and backward(fewest) > room:
+                    most = 0
+            least = self.forward + time + self.some_bound(vocab, room + sizes.held, most)
+            if most < before and least <= self.bound:
+                self.chunks(most, vocab, weight, time)
             before = most
 
 
 def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
     made = JsdSearch(p, budget)
     if not p.any_grad:
-        made.chunks(0, made.tiles, 1)
+        made.chunks(0, made.tiles, 1, 0.0)
         return made.plan()
-    tiles, costs, some, soonest = max(made.tiles, 1), made.costs, [], math.inf
+    tiles, some, soonest = max(made.tiles, 1), list[tuple[Any, ...]](), math.inf
+    all_fit = made.rows * made.sizes.of_kept - made.sizes.held <= made.budget
     for weight in sorted(_weights(p, tiles)):
-        time = made.floor + costs.weight(weight * VOCAB_TILE)
-        if time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
-            soonest = min(soonest, time)
-            made.chunks(made.rows, tiles, weight)
-            kept = made.kept(weight)
-            vocabs = {max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}
-            most = {vocab: made.most_kept(vocab, weight, kept) for vocab in vocabs}
-            some += [(time + made.some_bound(x, weight, n), x, weight, time, kept) for x, n in most.items() if n >= 0]
-    for least, vocab, weight, time, kept in sorted(some):
-        if least <= made.bound:
-            made.keep(vocab, weight, time, kept)
+        time = made.costs.hidden + made.costs.weight(weight * VOCAB_TILE)
+        if made.forward + time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
+            soonest = min(soonest, made.forward + time)
+            if all_fit:
+                made.chunks(made.rows, tiles, weight, time)
+            some += made.some(weight, time)
+    for least, *rest in sorted(some):
+        if least > made.bound:
+            break
+        made.keep(*rest)
     return made.plan()
+
+
+@lru_cache(maxsize=1 << 10)
+def _vocabs(tiles: int, weight: int) -> frozenset[int]:
+    """Tiles of the vocabulary that are computed again at a time, beside a weight's gradient of so many."""
+    return frozenset({max(weight, -(-tiles >> n)) for n in range(8)} | {weight})
 
 
 def _weights(p: JsdProblem, tiles: int) -> set[int]:
