@@ -37,6 +37,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.lines, self.peak = [], 0
         self._storages, self._names = {}, {}
+        self._taken = []  # sizes of what was not yet freed when it was last looked at
         self._last, self._said = {}, {}  # by kernel, and by parameter
         for name, x in given.items():
             self.name(name, x)
@@ -44,7 +45,7 @@ class Recorder(TorchDispatchMode):
     def name(self, name, x):
         """What its memory is called."""
         self._names[x.untyped_storage()._cdata] = name
-        self._storages[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage()), 0
+        self._storages[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -57,7 +58,8 @@ class Recorder(TorchDispatchMode):
         new = [x for x in _tensors((made,)) if x.untyped_storage()._cdata not in self._storages]
         for x in new:
             storage = x.untyped_storage()
-            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            weak = self._storages[storage._cdata] = StorageWeakRef(storage)
+            self._taken.append((weak, storage.nbytes()))
         self.peak = max(self.peak, self.live)
         if "empty" in str(func):
             self.lines.append(f"empty {' '.join(_kind(x) for x in new)}")
@@ -70,7 +72,8 @@ class Recorder(TorchDispatchMode):
     @property
     def live(self):
         """Bytes that are taken now, beyond what was given."""
-        return sum(size for weak, size in self._storages.values() if not weak.expired())
+        self._taken = [x for x in self._taken if not x[0].expired()]
+        return sum(size for _, size in self._taken)
 
     def launch(self, launch):
         """A kernel: constants after a colon, and other arguments that aren't None.
@@ -118,7 +121,7 @@ class Recorder(TorchDispatchMode):
         storage = x.untyped_storage()
         known = self._names.get(storage._cdata)
         if known is None:
-            self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), 0))
+            self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
             known = self._names[storage._cdata] = f"m{sum(y.startswith('m') for y in self._names.values()) + 1}"
         offset = x.storage_offset() * x.element_size()
         return f"{_kind(x)}@{known}{f'+{offset}' if offset else ''}"

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton.runtime import jit
 
 import launched_cases
 from launched import Recorder, on_h100
@@ -116,6 +117,20 @@ def is_no_divergence_at_an_end(name):
 
 
 # --------------------------------------------------------------------------------------------------- what is launched
+
+
+@pytest.fixture(autouse=True, scope="module")
+def arguments_are_bound_by_one_function():
+    """For a kernel's signature Triton compiles a function, a third of the time if each launch has one of its own."""
+    bind, known = jit.create_function_from_signature, {}
+
+    def once(signature, params, backend):
+        if id(params) not in known:
+            known[id(params)] = bind(signature, params, backend)
+        return known[id(params)]
+
+    with mock.patch.object(jit, "create_function_from_signature", once):
+        yield
 
 
 def kind_of(launch):
