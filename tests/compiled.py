@@ -65,6 +65,7 @@ def kinds(runs, device=launched.H100):
         mock.patch.object(launched, "Recorder", Launches),
         mock.patch.object(launched, "TIMES", 1),
         mock.patch.dict(launched.ANSWERS, {launches.describe: lambda _: device}),
+        launched.bound_by_one_function(),
     ):
         for run in runs:
             run()

@@ -12,10 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from triton.runtime import jit
 
 import launched_cases
-from launched import Recorder, on_h100
+from launched import Recorder, bound_by_one_function, on_h100
 from launched_cases import grouped, head, of_logits, quantised, two_heads
 from onchip.frontend.torch_ahead import without_memory
 from onchip.frontend.torch_register import Operator
@@ -120,16 +119,8 @@ def is_no_divergence_at_an_end(name):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def arguments_are_bound_by_one_function():
-    """For a kernel's signature Triton compiles a function, a third of the time if each launch has one of its own."""
-    bind, known = jit.create_function_from_signature, {}
-
-    def once(signature, params, backend):
-        if id(params) not in known:
-            known[id(params)] = bind(signature, params, backend)
-        return known[id(params)]
-
-    with mock.patch.object(jit, "create_function_from_signature", once):
+def binders():
+    with bound_by_one_function():
         yield
 
 
