@@ -62,16 +62,19 @@ def _memory(like, values=None):
 
 
 def draw(i, *shape, scale=1.0, dtype=HALF):
-    return (jax.random.normal(jax.random.key(i), shape) * scale).astype(dtype)
+    # Each operation of JAX outside of jit would be compiled, and `asarray` is one.
+    return jax.device_put((np.random.default_rng(i).standard_normal(shape) * scale).astype(dtype))
 
 
 def target(ids=None):
     shape = (T,) if ids is None else (T, ids)
-    return jax.random.randint(jax.random.key(9), shape, 0, V).at[::7].set(-100)
+    made = np.random.default_rng(9).integers(V, size=shape).astype(np.int32)
+    made[::7] = -100
+    return jax.device_put(made)
 
 
 def weights(*shape):
-    return jax.random.uniform(jax.random.key(8), shape, minval=0.1)
+    return jax.device_put(np.float32(np.random.default_rng(8).uniform(0.1, 1, shape)))
 
 
 def head(f, *, layout="vh"):
@@ -87,7 +90,7 @@ def experts(f):
     return f, (draw(0, T, 64), draw(1, 3, 64, 64, scale=0.2))
 
 
-SIZES, ROWS = jnp.array([20, 0, 11]), jnp.arange(T) * 5 % T
+SIZES, ROWS = (jax.device_put(np.int32(x)) for x in ([20, 0, 11], np.arange(T) * 5 % T))
 
 
 def every(found):
@@ -104,14 +107,19 @@ def turned_teacher():
     return hidden, weight.T.astype(jnp.float32)
 
 
-TOPK = TopK(jnp.arange(8)[None] + 20 * jnp.arange(T)[:, None] % (V - 8), jnp.full((T, 8), 0.1), "probs", "truncated")
+TOPK = TopK(
+    jax.device_put(np.int32(np.arange(8) + 20 * np.arange(T)[:, None] % (V - 8))),
+    jax.device_put(np.full((T, 8), 0.1, np.float32)),
+    "probs",
+    "truncated",
+)
 TEACHERS = {
-    rest: TOPK._replace(values=jnp.log(TOPK.values), kind="log_probs", rest=rest)
+    rest: TOPK._replace(values=jax.device_put(np.log(TOPK.values)), kind="log_probs", rest=rest)
     for rest in ("tail", "truncated", "renormalised")
 }
 EVERYTHING = {
     "label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 20.0, "class_weight": weights(V), "token_weight": weights(T),
-    "temperature": weights(T), "normalizer": jnp.asarray(3.0),
+    "temperature": weights(T), "normalizer": jax.device_put(np.float32(3)),
 }  # fmt: skip
 CASES = {
     "linear_cross_entropy": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), **o)),

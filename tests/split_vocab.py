@@ -26,15 +26,15 @@ def mesh_of(kind=AxisType.Auto, devices=(2, 2)):
 
 
 def draw(i, *shape, scale=1.0):
-    # By NumPy: each operation of JAX outside of jit would be compiled.
-    return jnp.asarray(np.random.default_rng(i).standard_normal(shape) * scale, jnp.float32)
+    # Each operation of JAX outside of jit would be compiled, and `asarray` is one.
+    return jax.device_put(np.float32(np.random.default_rng(i).standard_normal(shape) * scale))
 
 
 def ids(vocab, *more, seed=1, tokens=(B, S)):
     """Of which many are ignored: all of some devices' tokens."""
     made = np.random.default_rng(seed).integers(vocab, size=(*tokens, *more)).astype(np.int32)
     made[0, :-1] = made[2, ..., 0 if more else slice(None)] = -100
-    return jnp.asarray(made)
+    return jax.device_put(made)
 
 
 def topk(vocab, rest="truncated", kind="probs", *, k=6, tokens=(B, S)):
@@ -43,7 +43,7 @@ def topk(vocab, rest="truncated", kind="probs", *, k=6, tokens=(B, S)):
     order[0, np.arange(tokens[1]), np.asarray(ids(vocab, tokens=tokens))[0].clip(0)] = order[1, 0, :k] = -1
     found = np.argsort(order, -1)[..., :k].astype(np.int32)
     values = np.random.default_rng(8).random((*tokens, k)).astype(np.float32) / k
-    return TopK(jnp.asarray(found), jnp.asarray(values if kind == "probs" else np.log(values)), kind, rest)
+    return TopK(*jax.device_put((found, values if kind == "probs" else np.log(values))), kind, rest)
 
 
 def per_token(*names, tokens=(B, S)):

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -24,8 +25,13 @@ from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.xla.parallel import whole_vocab
 from shared import assert_refused
 
-ones = jnp.ones
-H, W, B, Y = ones((2, 6, 8)), ones((16, 8)), ones(16), jnp.zeros((2, 6), jnp.int32)
+
+def ones(shape):
+    # Each operation of JAX outside of jit would be compiled, and `asarray` is one.
+    return jax.device_put(np.ones(shape, np.float32))
+
+
+H, W, B, Y = ones((2, 6, 8)), ones((16, 8)), ones(16), jax.device_put(np.zeros((2, 6), np.int32))
 MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 SHARDED = {
     sharded_linear_cross_entropy: {"hidden": H, "weight": W, "target": Y, "bias": B},

@@ -13,7 +13,7 @@ from onchip.torch import MoE
 from shared_jax import assert_same
 
 H, F, E, S, T = 12, 8, 6, 8, 30  # as of the layers in PyTorch
-PARAMS = init_moe(jax.random.key(0), H, F, E, S)
+PARAMS = jax.jit(init_moe, static_argnums=(1, 2, 3, 4))(jax.random.key(0), H, F, E, S)  # compiled as one
 X = jax.random.normal(jax.random.key(1), (2, T // 2, H))
 
 

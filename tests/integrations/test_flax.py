@@ -17,7 +17,7 @@ from onchip.integrations.flax import DenseHead, EmbedHead, LinearHead
 from shared_jax import assert_same
 
 rng = np.random.default_rng(0)
-h = jnp.float32(rng.standard_normal((2, 12, 16)))
+h = jax.device_put(np.float32(rng.standard_normal((2, 12, 16))))
 y = jnp.asarray(rng.integers(70, size=(2, 12)), jnp.int32)
 
 

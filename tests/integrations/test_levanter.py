@@ -15,9 +15,9 @@ from onchip.integrations.levanter import fused_cross_entropy, register, unregist
 from shared_jax import assert_same
 
 rng = np.random.default_rng(0)
-x, w = (jnp.float32(rng.standard_normal(shape)) for shape in ((24, 16), (16, 70)))
+x, w = (jax.device_put(np.float32(rng.standard_normal(shape))) for shape in ((24, 16), (16, 70)))
 y = jnp.asarray(rng.integers(70, size=24), jnp.int32)
-per_token = jnp.float32(rng.random(24))
+per_token = jax.device_put(np.float32(rng.random(24)))
 
 
 def plain(x, labels, w, logit_soft_cap=None, **other):

@@ -63,7 +63,7 @@ AT, KEYS = Axis("position", 12), Axis("key_position", 12)
 
 
 def normal(seed, *axes):
-    return Named(jnp.float32(np.random.default_rng(seed).standard_normal([x.size for x in axes])), axes)
+    return Named(jax.device_put(np.float32(np.random.default_rng(seed).standard_normal([x.size for x in axes]))), axes)
 
 
 q, k, v = (

@@ -26,12 +26,12 @@ B, S, H, V = 2, 12, 16, 70
 
 
 def normal(*shape):
-    return jnp.float32(np.random.default_rng(0).standard_normal(shape))
+    return jax.device_put(np.float32(np.random.default_rng(0).standard_normal(shape)))
 
 
 x = normal(B, S, H)
-targets = jnp.asarray(np.random.default_rng(0).integers(V, size=(B, S)), jnp.int32)
-segments = jnp.ones((B, S), jnp.int32).at[0, 7:].set(0).at[1, 6:].set(2)
+targets = jax.device_put(np.int32(np.random.default_rng(0).integers(V, size=(B, S))))
+segments = jax.device_put(np.where(np.arange(S) < [[7], [6]], 1, [[0], [2]]).astype(np.int32))
 data = {"targets": targets, "targets_segmentation": segments}
 
 

@@ -18,9 +18,11 @@ from onchip.integrations.maxtext import install_attention, uninstall_attention
 
 EINSUMS = {"qk_product_einsum": None, "wv_product_einsum": None}
 rng = np.random.default_rng(0)
-q, k, v = (jnp.float32(rng.standard_normal(shape)) for shape in ((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 6)))
+q, k, v = (
+    jax.device_put(np.float32(rng.standard_normal(shape))) for shape in ((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 6))
+)
 segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 9 + [-1] * 3])
-sinks = jnp.float32(rng.standard_normal(4))
+sinks = jax.device_put(np.float32(rng.standard_normal(4)))
 i, j = np.arange(12)[:, None], np.arange(12)
 SEEN = {
     "global": j <= i,
