@@ -82,10 +82,10 @@ def test_work_is_done_once(tiles_m, tiles_n, halves):
     work = Work(jnp.int32(tiles_m), jnp.int32(tiles_n), jnp.int32(steps), programs, 8, halves)
     items = int(work.items)
     turns, own = np.meshgrid(np.arange(-(-items // programs)), np.arange(programs))
-    numbers = jax.vmap(work.number)(jnp.int32(turns.ravel()), jnp.int32(own.ravel())).tolist()
+    numbers = jax.jit(jax.vmap(work.number))(jnp.int32(turns.ravel()), jnp.int32(own.ravel())).tolist()
     # A program ends with the first number past the last item: it must have no item after that.
     assert sorted(x for x in numbers if x < items) == list(range(items))
-    i, j, first, count = (np.asarray(x) for x in jax.vmap(work.item)(jnp.arange(int(work.items)))[:4])
+    i, j, first, count = (np.asarray(x) for x in jax.jit(jax.vmap(work.item))(jnp.arange(int(work.items)))[:4])
     done = np.zeros((tiles_m, tiles_n, steps), int)
     for place in zip(i, j, first, count, strict=True):
         done[place[0], place[1], place[2] : place[2] + place[3]] += 1
