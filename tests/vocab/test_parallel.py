@@ -71,8 +71,8 @@ def losses():
         yield log_probs, {"logits": linear(*head.values()), "ids": of}, how
 
 
-def some():
-    """One call for each way to compute."""
+def some(ranks=2):
+    """One call for each way to compute; of two ranks half of the top-k teachers are a head's, half are logits'."""
     head, logits = tensors(), {"logits": random(*SHAPE, VOCAB)}
     for target in (TARGETS["ids"], TARGETS["K ids"], TARGETS["every entry"]):
         how = {"softcap": 5.0, "label_smoothing": 0.1, "return_stats": True}
@@ -85,7 +85,8 @@ def some():
     for kinds, beta in itertools.product(PAIRS, (0.0, 0.4)):
         made = models(*kinds, dtype=torch.float32)
         yield jsd_of(made), made, hard | {"beta": beta}
-    for kind, teacher in itertools.product(("head", "logits"), teachers()):
+    kinds = "head", "logits"
+    for kind, teacher in itertools.product(kinds, teachers()) if ranks > 2 else zip(itertools.cycle(kinds), teachers()):
         made = models(kind, dtype=torch.float32)
         yield jsd_of(made), made, hard | {"teacher_topk": teacher}
 
@@ -123,7 +124,7 @@ def every_divergence(rank, ranks, *, few=True):
 
 def padding_registered_and_one_exchange(rank, ranks):
     """Of each loss one exchange in forward, of divergences some for each chunk; in backward none but hidden's sum."""
-    for op, given, how in some():
+    for op, given, how in some(ranks):
         with exchanges() as seen:
             size = -(-VOCAB // ranks) + 2
             compare(op, given, how, [VOCAB, 0, 0][:ranks], rank, size=size, way=registered, exact=exact_of(op))
@@ -133,7 +134,7 @@ def padding_registered_and_one_exchange(rank, ranks):
 def tokens_that_are_sharded(rank, ranks):
     """In either dimension; and partial gradients."""
     dim, sizes = 1 if ranks == 2 else 0, LAYOUTS[ranks][1]
-    for op, given, how in some():
+    for op, given, how in some(ranks):
         if any(name.endswith("hidden") for name in given):
             compare(op, given, how, sizes, rank, dim=dim)
     for target in (TARGETS["ids"], *([TARGETS["K ids"], TARGETS["every entry"]] if dim == 0 else [])):
@@ -151,7 +152,7 @@ def checkpointed_and_other_dtypes(rank, ranks):
     """And parts that are frozen, and a main gradient of the caller's."""
     sizes, head = LAYOUTS[ranks][1], tensors()
     own = cut(sizes, rank)
-    for op, given, how in some():
+    for op, given, how in some(ranks):
         way = lambda op: lambda **kw: checkpoint(op, use_reentrant=False, **kw)  # noqa: E731
         compare(op, given, how, sizes, rank, times=1, way=way, exact=exact_of(op))
     for target in TARGETS.values():
@@ -212,7 +213,7 @@ def dtensors(rank, ranks):
         at = hidden if name.endswith("hidden") else Shard(-1) if name.endswith(("logits", "target")) else Shard(0)
         return distribute_tensor(x, mesh, [at]).requires_grad_(name != "target")
 
-    for (op, given, how), hidden in itertools.product(some(), (Replicate(), Shard(1 if ranks == 2 else 0))):
+    for (op, given, how), hidden in itertools.product(some(ranks), (Replicate(), Shard(1 if ranks == 2 else 0))):
         if op in (jsd, linear_jsd):
             continue
         sharded = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -352,7 +353,7 @@ def test_three_ranks(checks, tmp_path):
 
 
 def compiled(rank, ranks):
-    for op, given, how in some():
+    for op, given, how in some(ranks):
         if not isinstance(op, torch.nn.Module):
             torch._dynamo.reset()
             way = lambda op: torch.compile(lambda **kw: op(**kw), fullgraph=True, backend="aot_eager")  # noqa: E731
