@@ -423,12 +423,13 @@ def experts_layer(page: str) -> str:
 
 
 def host(page: str) -> str:
-    file = needed("host", fits=having("call", "forward_ms", "backward_ms"))
+    file = needed("host", fits=having("call", "forward_in_a_row_ms", "backward_after_wait_ms"))
+    ways = {"in a row": "in_a_row", "after a wait": "after_wait"}
     lines = [
-        [row["call"], *("-" if row[x] is None else f"{row[x]:.2f} ms" for x in ("forward_ms", "backward_ms"))]
+        [row["call"], *(f"{row[f'forward_{x}_ms']:.2f} + {row[f'backward_{x}_ms']:.2f} ms" for x in ways.values())]
         for row in file.rows
     ]
-    return f"{table(['call', 'forward', 'backward'], lines)}\n\n{file.told(page)}"
+    return f"{table(['call', *ways], lines)}\n\n{file.told(page)}"
 
 
 def lengths(page: str) -> str:
@@ -492,7 +493,7 @@ SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
     ("A training step with transformers", "Gradient checkpointing and AdamW: median time and peak memory.",
      training_steps, "training-step"),
     ("Lengths that weren't seen before", "Llama 3.1 8B's head.", lengths, "lengths"),
-    ("What the host takes", "The time to launch a call like earlier ones, after a wait for the device.", host, "host"),
+    ("What the host takes", "The time to launch forward and backward, by `tools/host_times.py`.", host, "host"),
     ("linear_log_probs", "", benched("linear_log_probs"), "linear_log_probs"),
     ("linear_jsd", "", benched("linear_jsd"), "linear_jsd"),
     ("cross_entropy", "", benched("cross_entropy"), "cross_entropy"),
