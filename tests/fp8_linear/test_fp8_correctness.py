@@ -132,7 +132,7 @@ def saved(run):
 
 
 def bytes_of(tensors):
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 @pytest.mark.parametrize("m", [256, 130])

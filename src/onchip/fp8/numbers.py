@@ -16,8 +16,6 @@ LEAST_SCALE = 2.0**-126
 """The smallest normal float32: what is scaled by less has an inverse scale that overflows."""
 SCALE_MULTIPLE = 4
 """Rows of a weight's scales are padded to a multiple of this, as cuBLAS reads them."""
-CUBLAS_MULTIPLE = 16
-"""cuBLAS wants the sizes of an FP8 product to be multiples of this."""
 GradDtype = Literal["e4m3", "e5m2"]
 Scale = Literal["float32", "power_of_two"]
 SCALES = get_args(Scale)
@@ -55,19 +53,14 @@ class Fp8Problem:
     dtype: str = "bfloat16"
 
 
-def message_bytes(rows: int, columns: int) -> int:
-    """Bytes of the numbers of a matrix in FP8 with 1x128 scales, its rows padded to whole blocks."""
-    return rows * up(columns) + 4 * rows * blocks(columns)
-
-
 def quantized_bytes(rows: int, columns: int) -> int:
-    """Bytes of such a matrix in memory, where up to 15 rows are added."""
-    return message_bytes(rows, columns) + -rows % CUBLAS_MULTIPLE * up(columns)
+    """Bytes of a matrix in FP8 with 1x128 scales, its rows padded to whole blocks."""
+    return rows * up(columns) + 4 * rows * blocks(columns)
 
 
 def block_quantized_bytes(rows: int, columns: int) -> int:
     """The same with 128x128 scales."""
-    return up(rows, CUBLAS_MULTIPLE) * up(columns) + 4 * blocks(rows) * up(blocks(columns), SCALE_MULTIPLE)
+    return rows * up(columns) + 4 * blocks(rows) * up(blocks(columns), SCALE_MULTIPLE)
 
 
 def saved_bytes(p: Fp8Problem) -> int:

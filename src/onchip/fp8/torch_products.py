@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.fp8 import cublas
-from onchip.fp8.numbers import BLOCK, CUBLAS_MULTIPLE, SCALE_MULTIPLE, blocks, up
+from onchip.fp8.numbers import BLOCK, SCALE_MULTIPLE, blocks, up
 from onchip.fp8.torch_quantize import TorchQuantized, dequantize
 from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
@@ -15,6 +15,8 @@ from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 # Elements of an operand's chunk, 64 MiB in float32.
 _CHUNK = 1 << 24
 _DEVICES = ("cpu", "cuda", "meta")
+# cuBLAS wants the sizes of an FP8 product to be multiples of these.
+_CUBLAS_MULTIPLE = 16
 _CUBLAS_ALIGNMENT = 16  # bytes
 
 
@@ -110,12 +112,12 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
 def scaled_mm_product(
     a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
-    """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows, whose results are cut off."""
+    """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows of zeros, and their results are cut off."""
     if add_to is not None and cublas.added(a, b, by_block, add_to):
         return add_to
     rows, columns = len(a.data), len(b.data)
-    a = _pad(a, up(rows, CUBLAS_MULTIPLE), by_block=False)
-    b = _pad(b, up(columns, CUBLAS_MULTIPLE), by_block=by_block)
+    a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
+    b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
     # cuBLAS adds a bias of the result's own 16-bit dtype; any other is added in float32, before the only rounding.
     in_product = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
     after = bias if in_product is None else None
@@ -143,14 +145,11 @@ def scaled_mm_product(
 
 
 def _pad(q: TorchQuantized, rows: int, *, by_block: bool) -> TorchQuantized:
-    """The operand with more rows, of any numbers, at the end: each row of it makes a row or column of the result."""
-    data, more = q.data, rows - len(q.data)
+    """The operand with rows of zeros at the end."""
+    more = rows - len(q.data)
     if more == 0:
         return q
-    if (data.storage_offset() + rows * data.shape[1]) * data.itemsize <= data.untyped_storage().nbytes():
-        data = data.as_strided((rows, data.shape[1]), data.stride())  # as `empty` made it
-    else:
-        data = stated.call(F.pad, data.view(torch.uint8), (0, 0, 0, more)).view(data.dtype)
+    data = stated.call(F.pad, q.data.view(torch.uint8), (0, 0, 0, more)).view(q.data.dtype)
     if not by_block:
         return TorchQuantized(data, stated.call(F.pad, q.scales, (0, more)))
     assert q.scales.shape[1] % SCALE_MULTIPLE == 0

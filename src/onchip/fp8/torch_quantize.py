@@ -9,18 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.fp8.numbers import (
-    BLOCK,
-    COLUMN,
-    CUBLAS_MULTIPLE,
-    FP8_MAX,
-    LEAST_SCALE,
-    ROW,
-    SCALE_MULTIPLE,
-    SQUARE,
-    blocks,
-    up,
-)
+from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SCALE_MULTIPLE, SQUARE, blocks, up
 from onchip.frontend import torch_prepared as stated
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -43,10 +32,8 @@ def operand(data: Tensor | None, scales: Tensor | None) -> TorchQuantized | None
 
 
 def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = False) -> TorchQuantized:
-    """Memory for a matrix [rows, columns] with 1x128 scales, or `by_block` with 128x128 ones; there is more behind the
-    last row, up to a number of rows that cuBLAS takes.
-    """
-    data = stated.empty((up(rows, CUBLAS_MULTIPLE), up(columns)), FP8[fmt], like.device)[:rows]
+    """Memory for a matrix [rows, columns] with 1x128 scales, or `by_block` with 128x128 ones."""
+    data = stated.empty((rows, up(columns)), FP8[fmt], like.device)
     if not by_block:
         return TorchQuantized(data, stated.empty((blocks(columns), rows), torch.float32, like.device))
     wide = up(blocks(columns), SCALE_MULTIPLE)

@@ -1,7 +1,7 @@
 """The cost of a call with precision='fp8': formulas for memory and messages.  No framework."""
 
 from onchip.collectives.problem import SCATTER, CollectiveSizes, Cost, sums
-from onchip.fp8.numbers import block_quantized_bytes, message_bytes, quantized_bytes
+from onchip.fp8.numbers import block_quantized_bytes, quantized_bytes
 
 
 def fp8_cost(op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, weight_bytes: int) -> Cost:
@@ -17,21 +17,20 @@ def fp8_cost(op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, w
     weight = {"weight in FP8": block_quantized_bytes(s.n, s.k)}
     if op == SCATTER:
         of_g = quantized_bytes(s.rows, s.n) + quantized_bytes(s.n, s.rows)
-        message = message_bytes(s.rows, s.n) + message_bytes(s.n, s.rows) + 4 * s.n
         kept = {"x in FP8": quantized_bytes(s.k, tokens), "weight in FP8": block_quantized_bytes(s.k, s.n)}
         forward = {"x in FP8": quantized_bytes(tokens, s.k), **weight, **sums(s, s.n, 4)}
         backward = {
             "the output's gradient in FP8": of_g,
-            "blocks that travel": buffers * message,
+            "blocks that travel": buffers * (of_g + 4 * s.n),
             "a block of x, and of its gradient": quantized_bytes(s.k, s.rows) + bytes_each * s.rows * s.k,
             **weight_sum,
         }
-        sent = steps * (4 * s.rows * s.n + (message if gradients else 0))
+        sent = steps * (4 * s.rows * s.n + (of_g + 4 * s.n if gradients else 0))
         return Cost(kept if gradients else {}, forward, backward if gradients else {}, sent)
-    of_x, turned = message_bytes(s.rows, s.k), message_bytes(s.k, s.rows)
-    kept = {"x in FP8": quantized_bytes(s.k, s.rows), "weight in FP8": block_quantized_bytes(s.k, s.n)}
+    of_x, turned = quantized_bytes(s.rows, s.k), quantized_bytes(s.k, s.rows)
+    kept = {"x in FP8": turned, "weight in FP8": block_quantized_bytes(s.k, s.n)}
     forward = {
-        "x in FP8": quantized_bytes(s.rows, s.k),
+        "x in FP8": of_x,
         **weight,
         "blocks that travel": buffers * of_x,
         "a block's product": bytes_each * s.rows * s.n,
