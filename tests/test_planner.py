@@ -168,6 +168,12 @@ def test_a_plan_fits_its_budget_and_the_problem(name, data, budget):
         assert planner.cost(p, c) >= 0
 
 
+def test_a_budget_far_too_small_has_no_plan():
+    p = Problem(1, 128, 1, "bfloat16", device="cuda", grad_hidden=False)
+    with pytest.raises(ValueError, match="scratch_bytes=1 is too small"):
+        triton_planner.plan(p, "stash", 1)
+
+
 @pytest.mark.parametrize("hidden", [64, 576, 1024, 4096])
 @pytest.mark.parametrize("grad_weight", [False, True])
 def test_small_chunks_of_tokens(hidden, grad_weight):

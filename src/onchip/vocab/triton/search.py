@@ -270,7 +270,7 @@ class TritonSearch(Fastest[tuple[Any, ...]]):
                 # A tile more or less counts: the largest that fits, and the largest whose tiles fill whole waves.
                 waves = most * self.rows // (VOCAB_TILE * TOKEN_TILE * PROGRAMS)
                 filling = waves * PROGRAMS * TOKEN_TILE // max(TOKEN_TILE, self.rows) * VOCAB_TILE
-                missing = {most, filling}.difference((0,), (x for x, *_ in tried))
+                missing = {x for x in (most, filling) if x > 0}.difference(x for x, *_ in tried)
                 tried += [(x, *self.costs.of_weight(x), self.costs.is_late(x)) for x in missing]
                 tried.sort(reverse=True)
             for size, of_token, of_launches, late in tried:
