@@ -3,6 +3,7 @@ best.
 """
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import wraps
@@ -157,8 +158,17 @@ def test_a_plan_fits_its_budget_and_the_problem(name, data, budget):
     p, strategy = data.draw(problems), data.draw(st.sampled_from(strategies))
     least = planner.least(p, strategy)
     if budget < least and p.tokens:  # nothing at all may take less than a chunk
-        with pytest.raises(ValueError, match=rf"^{p.op}: scratch_bytes={budget} is too small for T=.* {least} bytes; "):
-            planner.plan(p, strategy, budget)
+        c, said = None, ""
+        try:
+            c = planner.plan(p, strategy, budget)
+        except ValueError as error:
+            said = str(error)
+        if c is None:
+            assert re.match(rf"{p.op}: scratch_bytes={budget} is too small for T=.* {least} bytes; ", said)
+        else:  # of a small layer scratch may keep all exponentials in less than a chunk more of the gradient takes
+            assert (name, strategy) == ("triton", "stash")
+            assert_sound(p, c)
+            assert planner.scratch_bytes(p, c) <= budget
     for given_budget in (max(budget, least), least, None):
         c = planner.plan(p, strategy, given_budget)
         bound = planner.default(p, strategy) if given_budget is None else given_budget
