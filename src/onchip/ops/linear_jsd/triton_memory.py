@@ -59,7 +59,7 @@ def block_bytes(size: int) -> int:
 
 
 def blocks_bytes(count: int, blocks: Mapping[int, int]) -> int:
-    """`block_bytes` of `count` times so many bytes, for so many blocks of each."""
+    """`block_bytes` of `count` times so many bytes, for so many blocks of each; written out, as a search asks often."""
     total = 0
     for each, number in blocks.items():
         size = each * count
@@ -259,7 +259,7 @@ def _config(p: JsdProblem, kept: int, tokens: int, vocab_tiles: int, weight_tile
 
 
 def nearly(size: Callable[[int], int], room: int, least: int, most: int) -> int:
-    """`largest_within` of tiles of tokens, for a `most` that is hardly too large."""
+    """`largest_within` of tiles of tokens, where `most` fits or is at most a tile or two too large, as a rule."""
     for tokens in range(most, max(least, most - 2 * TOKEN_TILE), -TOKEN_TILE):
         if size(tokens) <= room:
             return tokens
