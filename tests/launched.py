@@ -203,7 +203,7 @@ def on_h100(recorder, *, spills=False):
     patches += [
         mock.patch.object(Launch, "run", lambda launch: recorder.launch(launch)),
         mock.patch.object(Launch, "spills", return_value=spills),
-        mock.patch.object(cublas, "added", partial(_added, recorder)),
+        mock.patch.object(cublas, "multiplied", partial(_multiplied, recorder)),
         mock.patch.object(dist, "batch_isend_irecv", partial(_sent, recorder)),
         mock.patch.object(torch, "is_autocast_enabled", lambda *x: x != ("meta",) and autocast(*x)),
     ]
@@ -239,8 +239,9 @@ def bound_by_one_function():
         yield
 
 
-def _added(recorder, a, b, by_block, out):
-    recorder.note(f"cuBLASLt by {'block' if by_block else 'row'}", a.data, a.scales, b.data, b.scales, out)
+def _multiplied(recorder, a, b, by_block, out, *, bias=None, add=False):
+    how = f"cuBLASLt by {'block' if by_block else 'row'}{', added' if add else ''}"
+    recorder.note(how, a.data, a.scales, b.data, b.scales, bias, out)
     return True
 
 

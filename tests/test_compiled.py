@@ -50,20 +50,13 @@ def forward_alone(hidden):
     recorded(linear_cross_entropy, given, given | {"backend": "triton"})
 
 
-def ragged_in_fp8():
-    """Of no whole blocks of 128 entries, for which the product's shapes aren't known without memory."""
-    made = lambda a, b, *_, output_dtype, **__: blank(len(a), b.shape[1], dtype=output_dtype)  # noqa: E731
-    with mock.patch.object(torch.nn.functional, "scaled_mm", made):
-        head(512, hidden=1024, vocab=4100, precision="fp8")
-
-
 # What kernels may be asked for beyond what is recorded: other dtypes, layouts and sizes.
 MORE = {
     "linear_cross_entropy": {
         "float16": partial(head, 8192, **HEAD, **EVERYTHING, dtype=F16),
         "dense labels in fp8": partial(head, 512, **HEAD, labels="dense", precision="fp8", **OPTIONS["everything"]),
         "a turned weight, again": partial(head, 2048, **HEAD, turned=True, strategy="recompute", label_smoothing=0.1),
-        "ragged in fp8": ragged_in_fp8,
+        "ragged in fp8": partial(head, 512, hidden=1024, vocab=4100, precision="fp8"),
         "pointers": partial(head, 2048, **ODD, **EVERYTHING),
         "added to the caller's": partial(head, 32768, hidden=1024, vocab=20001, add=True),
         "in forward": partial(in_forward, hidden=528),

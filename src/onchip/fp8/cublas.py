@@ -1,16 +1,16 @@
-"""A product of FP8 numbers that cuBLAS adds to a float32 matrix; PyTorch's `F.scaled_mm` has no argument for that.
+"""Products of FP8 numbers by cuBLASLt, which stores them or adds them to a float32 matrix.
 
-It is called through the C interface of cuBLASLt, in the library that PyTorch itself has loaded.  At M=N=K=8192 on an
-H200 it takes 1.07 ms; the product alone takes 1.03 ms in bfloat16, and a product in float32 with an addition after it
-takes 1.24 ms.
+It is called through its C interface, in the library that PyTorch itself has loaded.  PyTorch's `F.scaled_mm` can't add,
+and takes the host longer than a product that is described once and then sent again.  At M=N=K=8192 on an H200 a product
+that is added takes 1.07 ms; the product alone takes 1.03 ms in bfloat16, and a product in float32 with an addition
+after it takes 1.24 ms.
 
 Names and numbers are those of cublasLt.h: https://docs.nvidia.com/cuda/cublas.
 """
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,16 +19,37 @@ from torch import Tensor
 
 from onchip.fp8.torch_quantize import TorchQuantized
 from onchip.frontend import torch_prepared as stated
+from onchip.kernels.triton.packed import Changing
 
 _COMPUTE_32F = 68  # cublasComputeType_t
-_R_32F, _R_8F_E4M3 = 0, 28  # cudaDataType
+_R_32F = 0  # cudaDataType, as these:
+_TYPES = {torch.float32: _R_32F, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _OP_T = 1  # cublasOperation_t
+_BIAS = 4  # cublasLtEpilogue_t
 _VEC128_32F, _BLK128X128_32F = 4, 5  # cublasLtMatmulMatrixScale_t
 # cublasLtMatmulDescAttributes_t
-_TRANSA, _A_SCALE_POINTER, _B_SCALE_POINTER, _A_SCALE_MODE, _B_SCALE_MODE = 3, 17, 18, 31, 32
+_TRANSA, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_A_SCALE_POINTER, _B_SCALE_POINTER, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
 # cublasLtMatmulPreferenceAttributes_t
 _MAX_WORKSPACE, _MIN_ALIGNMENTS = 1, (5, 6, 7, 8)  # the last of A, B, C and D
 _WORKSPACE = 1 << 20  # no product that was measured wanted more than 4 bytes
+# Bytes of which addresses of scales and of a bias, and rows of the result and of an activation's scales, are multiples.
+_ALIGNED = 16
+
+_Address, _Int, _Size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_ARGUMENTS: dict[str, list[Any]] = {
+    "cublasLtCreate": [_Address],
+    "cublasLtMatmulDescCreate": [_Address, _Int, _Int],
+    "cublasLtMatmulDescSetAttribute": [_Address, _Int, _Address, _Size],
+    "cublasLtMatmulDescDestroy": [_Address],
+    "cublasLtMatrixLayoutCreate": [_Address, _Int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
+    "cublasLtMatrixLayoutDestroy": [_Address],
+    "cublasLtMatmulPreferenceCreate": [_Address],
+    "cublasLtMatmulPreferenceSetAttribute": [_Address, _Int, _Address, _Size],
+    "cublasLtMatmulPreferenceDestroy": [_Address],
+    "cublasLtMatmulAlgoGetHeuristic": [*[_Address] * 7, _Int, _Address, _Address],
+    "cublasLtMatmul": [*[_Address] * 14, _Size, _Address],
+}
 
 
 class _Found(ctypes.Structure):
@@ -43,102 +64,178 @@ class _Found(ctypes.Structure):
     )
 
 
-def added(
+def multiplied(
     a: TorchQuantized,  # [M, C], 1x128 scales
     b: TorchQuantized,  # [N, C]
     by_block: bool,  # b's scales are 128x128, else 1x128
-    out: Tensor,  # [M, N] float32, contiguous
+    out: Tensor,  # [M, N], contiguous
+    *,
+    bias: Tensor | None = None,  # [N] of out's dtype
+    add: bool = False,  # to `out`, which is float32 then
 ) -> bool:
-    """Add A B^T to `out`, with one rounding of the sum; returns False, and does nothing, if cuBLAS can't for these
-    sizes.
+    """Store A B^T + bias in `out`, or add it with one rounding of the sum; returns False, and does nothing, if cuBLAS
+    can't for these tensors.
     """
     lt = _library()
-    stated.refuse("cuBLASLt is called without PyTorch")
-    if lt is None:
+    if lt is None or not takes(*out.shape, out.dtype):
         return False
-    # cuBLAS's matrices are stored by columns: its [N, M] is our [M, N], so its A is our b.
-    left, right = b, a
-    attributes = {
-        _TRANSA: ctypes.c_int32(_OP_T),
-        _A_SCALE_MODE: ctypes.c_int32(_BLK128X128_32F if by_block else _VEC128_32F),
-        _B_SCALE_MODE: ctypes.c_int32(_VEC128_32F),
-        _A_SCALE_POINTER: _address(left.scales),
-        _B_SCALE_POINTER: _address(right.scales),
-    }
-    alignments = (ctypes.c_uint32(_alignment(matrix)) for matrix in (left.data, right.data, out, out))
-    preferences = {_MAX_WORKSPACE: ctypes.c_size_t(_WORKSPACE), **dict(zip(_MIN_ALIGNMENTS, alignments, strict=True))}
-    types = ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_R_32F)
-    with (
-        torch.cuda.device(out.device),
-        _made(lt, "MatmulDesc", *types, attributes=attributes) as operation,
-        _layout(lt, left.data, _R_8F_E4M3) as of_left,
-        _layout(lt, right.data, _R_8F_E4M3) as of_right,
-        _layout(lt, out, _R_32F) as of_out,
-        _made(lt, "MatmulPreference", attributes=preferences) as preference,
-    ):
-        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # serves as one of cuBLASLt's
-        found, count = _Found(), ctypes.c_int()
-        layouts = (of_left, of_right, of_out, of_out)
-        status = lt.cublasLtMatmulAlgoGetHeuristic(
-            handle, operation, *layouts, preference, ctypes.c_int(1), ctypes.byref(found), ctypes.byref(count)
-        )
-        if status or not count.value:
+    if any(x is not None and x.data_ptr() % _ALIGNED for x in (a.scales, b.scales, bias)):
+        return False
+    with torch.cuda.device(out.device):
+        product = _Product(lt, a, b, out, bias, by_block=by_block, add=add)
+        if not product.find(out):
             return False
-        workspace = out.new_empty(max(1, found.workspace), dtype=torch.uint8)
-        one = ctypes.byref(ctypes.c_float(1))
-        _require(
-            lt.cublasLtMatmul(
-                handle, operation, one, _address(left.data), of_left, _address(right.data), of_right,
-                one, _address(out), of_out, _address(out), of_out, ctypes.byref(found),  # starts with the algorithm
-                _address(workspace), ctypes.c_size_t(found.workspace),
-                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            )
-        )  # fmt: skip
+        product.words[_STREAM] = _stream(out.device.index)
+        product.send()
+    told = stated.builder()
+    if told is not None:
+        told.launch(product)
     return True
 
 
-@lru_cache
-def _library() -> Any:
-    """The cuBLASLt that PyTorch has loaded, found by its name on Linux, or None.
+def takes(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether cuBLAS has kernels for results of these sizes."""
+    return rows * torch.float32.itemsize % _ALIGNED == columns * dtype.itemsize % _ALIGNED == 0
 
-    It is never loaded here, since only the library that made PyTorch's handle can use it.
-    """
+
+# Places among a product's words, the addresses first, as cuBLAS calls them.
+_A, _A_SCALES, _B, _B_SCALES, _OF_BIAS, _OUT, _SPACE, _STREAM = range(8)
+# Which of these are attributes of the operation.
+_ATTRIBUTES = ((_A_SCALE_POINTER, _A_SCALES), (_B_SCALE_POINTER, _B_SCALES), (_BIAS_POINTER, _OF_BIAS))
+_FACTORS = (ctypes.c_float * 2)(0, 1)
+_ZERO, _ONE = ctypes.addressof(_FACTORS), ctypes.addressof(_FACTORS) + 4
+
+
+class _Product:
+    """A product that is described, as `Builder.launch` takes it.  One thread at a time writes its words and sends."""
+
+    stream = _STREAM
+
+    def __init__(
+        self, lt: Any, a: TorchQuantized, b: TorchQuantized, out: Tensor, bias: Tensor | None, *, by_block: bool,
+        add: bool,
+    ) -> None:  # fmt: skip
+        # cuBLAS's matrices are stored by columns: its [N, M] is our [M, N], so its A is our b.
+        tensors = b.data, b.scales, a.data, a.scales, bias, out
+        self.given = Changing([(x, i) for i, x in enumerate(tensors) if x is not None], [], [])
+        self.words = (ctypes.c_uint64 * 8)(*[0 if x is None else x.data_ptr() for x in tensors])
+        self.written: Any = None  # for the caller, as in `Packed`
+        self._lt, self._handle, self._factor = lt, _handle(lt, out.device.index), _ONE if add else _ZERO
+        operation = lt.cublasLtMatmulDescCreate, lt.cublasLtMatmulDescDestroy, lt.cublasLtMatmulDescSetAttribute
+        self._operation = _Description(*operation, (_COMPUTE_32F, _R_32F))
+        self._tell = self._operation.tell
+        self._tell(_TRANSA, ctypes.c_int32(_OP_T))
+        self._tell(_A_SCALE_MODE, ctypes.c_int32(_BLK128X128_32F if by_block else _VEC128_32F))
+        self._tell(_B_SCALE_MODE, ctypes.c_int32(_VEC128_32F))
+        if bias is not None:
+            self._tell(_EPILOGUE, ctypes.c_int32(_BIAS))
+        matrices = b.data, a.data, out
+        self._layouts = [_layout(lt, x.dtype, *x.shape) for x in matrices]
+        self._preference = _preference(lt, *[_alignment(x) for x in matrices])
+        self._found, self._told = _Found(), list[int]()
+
+    def _tell_addresses(self) -> None:
+        """Tell the operation its addresses, where they changed."""
+        told = self.words[_A_SCALES : _OF_BIAS + 1]
+        if told != self._told:
+            for attribute, i in _ATTRIBUTES:
+                if self.words[i]:
+                    self._tell(attribute, ctypes.c_uint64(self.words[i]))
+            self._told = told
+
+    def find(self, out: Tensor) -> bool:
+        """Look for a kernel, and allocate what it works on; False: cuBLAS has none."""
+        self._tell_addresses()
+        count, found, (a, b, c) = ctypes.c_int(), self._found, [x.at for x in self._layouts]
+        failed = self._lt.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, self._operation.at, a, b, c, c, self._preference.at, 1, ctypes.addressof(found),
+            ctypes.addressof(count),
+        )  # fmt: skip
+        if failed or not count.value:
+            return False
+        space = stated.empty(max(1, found.workspace), torch.uint8, out.device)
+        self.words[_SPACE] = space.data_ptr()
+        self.given.tensors.append((space, _SPACE))
+        return True
+
+    def send(self) -> None:
+        """Launch with the words as written."""
+        self._tell_addresses()
+        a, _, b, _, _, out, space, stream = self.words
+        (of_a, of_b, of_out), found = [x.at for x in self._layouts], self._found
+        failed = self._lt.cublasLtMatmul(
+            self._handle, self._operation.at, _ONE, a, of_a, b, of_b, self._factor, out, of_out, out, of_out,
+            ctypes.addressof(found),  # starts with the algorithm
+            space, found.workspace, stream,
+        )  # fmt: skip
+        _require(failed)
+
+
+class _Description:
+    """One of cuBLASLt's descriptions, which is given back with the last object that has it."""
+
+    def __init__(self, create: Any, destroy: Any, change: Any, arguments: Sequence[int] = ()) -> None:
+        found = ctypes.c_void_p()
+        _require(create(ctypes.addressof(found), *arguments))
+        self.at, self._destroy, self._change = found.value, destroy, change
+
+    def tell(self, attribute: int, value: Any) -> None:
+        """Set an attribute."""
+        _require(self._change(self.at, attribute, ctypes.addressof(value), ctypes.sizeof(value)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "at"):
+            self._destroy(self.at)
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """The cuBLASLt that PyTorch has loaded, found by its name on Linux, or None."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD)
+        lt = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD)
     except OSError:
         return None
+    for name, arguments in _ARGUMENTS.items():
+        getattr(lt, name).argtypes = arguments
+    return lt
 
 
-@contextmanager
-def _made(lt: Any, kind: str, *arguments: Any, attributes: Mapping[int, Any] | None = None) -> Iterator[Any]:
-    """A context with one of cuBLASLt's descriptors, which it reads when a product is asked for."""
-    description = ctypes.c_void_p()
-    _require(getattr(lt, f"cublasLt{kind}Create")(ctypes.byref(description), *arguments))
-    try:
-        for attribute, value in (attributes or {}).items():
-            change, size = getattr(lt, f"cublasLt{kind}SetAttribute"), ctypes.c_size_t(ctypes.sizeof(value))
-            _require(change(description, ctypes.c_int(attribute), ctypes.byref(value), size))
-        yield description
-    finally:
-        getattr(lt, f"cublasLt{kind}Destroy")(description)
+@lru_cache(maxsize=64)
+def _handle(lt: Any, device: int) -> int:
+    """cuBLASLt's handle for the current device, which all threads share and nobody gives back."""
+    made = ctypes.c_void_p()
+    _require(lt.cublasLtCreate(ctypes.addressof(made)))
+    assert made.value is not None
+    return made.value
 
 
-def _layout(lt: Any, x: Tensor, dtype: int) -> Any:
-    """How x [R, C], with its rows one after the other, lies in memory: cuBLAS's [C, R]."""
-    rows, columns = x.shape
-    sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
-    return _made(lt, "MatrixLayout", ctypes.c_int(dtype), *sizes)
+@lru_cache(maxsize=512)
+def _layout(lt: Any, dtype: torch.dtype, rows: int, columns: int) -> _Description:
+    """How a matrix [rows, columns], with its rows one after the other, lies in memory: cuBLAS's [columns, rows]."""
+    sizes = _TYPES[dtype], columns, rows, columns
+    return _Description(lt.cublasLtMatrixLayoutCreate, lt.cublasLtMatrixLayoutDestroy, None, sizes)
+
+
+@lru_cache(maxsize=64)
+def _preference(lt: Any, a: int, b: int, out: int) -> _Description:
+    """What a kernel may rely on, given the alignments of the matrices."""
+    create, destroy = lt.cublasLtMatmulPreferenceCreate, lt.cublasLtMatmulPreferenceDestroy
+    made = _Description(create, destroy, lt.cublasLtMatmulPreferenceSetAttribute)
+    made.tell(_MAX_WORKSPACE, ctypes.c_size_t(_WORKSPACE))
+    for attribute, alignment in zip(_MIN_ALIGNMENTS, (a, b, out, out), strict=True):
+        made.tell(attribute, ctypes.c_uint32(alignment))
+    return made
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def _require(status: int) -> None:
     if status:
         raise RuntimeError(f"cuBLAS failed with status {status}")
-
-
-def _address(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
 
 
 def _alignment(x: Tensor) -> int:

@@ -15,7 +15,7 @@ from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 # Elements of an operand's chunk, 64 MiB in float32.
 _CHUNK = 1 << 24
 _DEVICES = ("cpu", "cuda", "meta")
-# cuBLAS wants the sizes of an FP8 product to be multiples of these.
+# PyTorch wants the sizes of an FP8 product to be multiples of these.
 _CUBLAS_MULTIPLE = 16
 _CUBLAS_ALIGNMENT = 16  # bytes
 
@@ -113,28 +113,33 @@ def scaled_mm_product(
     a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
     """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows of zeros, and their results are cut off."""
-    if add_to is not None and cublas.added(a, b, by_block, add_to):
+    if add_to is not None and cublas.multiplied(a, b, by_block, add_to, add=True):
         return add_to
     rows, columns = len(a.data), len(b.data)
-    a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
-    b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
     # cuBLAS adds a bias of the result's own 16-bit dtype; any other is added in float32, before the only rounding.
     in_product = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
     after = bias if in_product is None else None
-    more = len(b.data) - columns
-    if in_product is not None and (more or in_product.data_ptr() % _CUBLAS_ALIGNMENT):  # else there is nothing to copy
-        in_product = stated.call(F.pad, in_product, (0, more))
-    made = stated.call(
-        F.scaled_mm,
-        a.data,
-        b.data.T,
-        a.scales.T,
-        F.ScalingType.BlockWise1x128,
-        b.scales.T,
-        F.ScalingType.BlockWise128x128 if by_block else F.ScalingType.BlockWise1x128,
-        bias=in_product,
-        output_dtype=torch.float32 if add_to is not None or after is not None else dtype,
-    )
+    wide = torch.float32 if add_to is not None or after is not None else dtype
+    made = _stored(a, b, by_block, in_product, wide)
+    if made is None:
+        a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
+        b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
+        more = len(b.data) - columns
+        if in_product is not None and (more or in_product.data_ptr() % _CUBLAS_ALIGNMENT):  # else nothing to copy
+            in_product = stated.call(F.pad, in_product, (0, more))
+        made = _stored(a, b, by_block, in_product, wide)
+    if made is None:
+        made = stated.call(
+            F.scaled_mm,
+            a.data,
+            b.data.T,
+            a.scales.T,
+            F.ScalingType.BlockWise1x128,
+            b.scales.T,
+            F.ScalingType.BlockWise128x128 if by_block else F.ScalingType.BlockWise1x128,
+            bias=in_product,
+            output_dtype=wide,
+        )
     if made.shape != (rows, columns):
         made = made[:rows, :columns]
     if add_to is not None:
@@ -142,6 +147,17 @@ def scaled_mm_product(
     if after is not None:
         made = stated.call(Tensor.add_, made, after)
     return stated.converted(made, lambda x: x.to(dtype).contiguous())
+
+
+def _stored(
+    a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """A B^T + bias in new memory, by cuBLASLt; None if it can't for these tensors."""
+    shape = len(a.data), len(b.data)
+    if not cublas.takes(*shape, dtype):
+        return None
+    out = stated.empty(shape, dtype, a.data.device)
+    return out if cublas.multiplied(a, b, by_block, out, bias=bias) else None
 
 
 def _pad(q: TorchQuantized, rows: int, *, by_block: bool) -> TorchQuantized:
