@@ -55,6 +55,13 @@ def test_chunks_do_not_change_the_bits(by_block, monkeypatch):
     assert_same_bits(quantize(x, by_block), whole)
 
 
+def test_rows_behind_the_last_one_change_nothing():
+    x = torch.from_numpy(awkward(130, 300))
+    (rows, columns), (more, same) = (torch_quantize.quantize(x, "e4m3", "float32", room=n) for n in (1, 4))
+    assert (more.data.shape, more.scales.shape) == ((132, 384), (3, 132))
+    assert_same_bits([(more.data[:130], more.scales[:, :130]), same], [rows, columns])
+
+
 def test_products_in_chunks_are_the_same(monkeypatch):
     x, w, b = small_problem(m=300, n=260, bias=True)
     expected = fp8_linear(x, w, b)

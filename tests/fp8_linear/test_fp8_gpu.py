@@ -88,6 +88,10 @@ def test_quantised_bits_are_pytorchs(shape, fmt, dtype, scale):
         assert_same_bits(quantize(x.cuda(), by_block, fmt, scale), expected)
         for strided in layouts.values():
             assert_same_bits(quantize(strided, by_block, fmt, scale, triton_launches), expected)
+    more, turned = triton_launches.quantize(x.cuda(), fmt, scale, room=4)
+    assert len(more.data) == more.scales.shape[1] == numbers.up(len(x), 4)
+    rows, columns = quantize(x, False, fmt, scale)
+    assert_same_bits([(more.data[: len(x)], more.scales[:, : len(x)]), turned], [rows, columns])
 
 
 @pytest.mark.parametrize("shape", [(70000, 32768), (65536 * 128, 260)], ids=str)
@@ -243,6 +247,36 @@ def test_the_peak_of_a_step():
     forward = numbers.saved_bytes(problem) + numbers.quantized_bytes(m, k) + numbers.block_quantized_bytes(n, k)
     backward = numbers.saved_bytes(problem) + numbers.gradient_bytes(problem)
     assert peak <= max(forward, backward) + 2 * MIB
+
+
+@BACKENDS
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 130, 587, 588, 589])
+def test_any_number_of_rows_as_often_as_one_likes(m, backend):
+    """From the third call on it is prepared; of a weight that was quantised, for an activation that was, and added."""
+    k, n = 264, 520
+    ways = {
+        "plain": fp8_linear,
+        "weight": lambda x, w, **how: fp8_linear(x, quantize_weight(w), **how),
+        "activation": lambda x, w, **how: fp8_linear(quantize_activation(x), w, **how),
+        "cloned": lambda x, w, **how: fp8_linear(quantize_activation(x)._replace(x=x.clone()), w, **how),
+    }
+    x, w, g = make(m, n, k)
+    right = step(x, w, g, backend="dequantize")
+    for way in ways.values():
+        made = [step(x, w, g, way, backend=backend) for _ in range(4)]
+        for p, q in zip(made[0], right, strict=True):
+            assert_same(p, q, ROUNDED)
+        for other in made[1:]:
+            assert_equal(other, made[0])
+    for _ in range(4):
+        total = torch.full((n, k), 0.5, device="cuda")
+        out = fp8_linear(x, w, weight_grad_out=total, backend=backend)
+        out.backward(g)
+        assert_same(out, right[0], ROUNDED)
+        assert_same(x.grad, right[1], ROUNDED)
+        assert w.grad is None
+        x.grad = None
+        assert_same(total - 0.5, right[2].float(), 2 * ROUNDED)
 
 
 @BACKENDS

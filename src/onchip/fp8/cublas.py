@@ -33,8 +33,8 @@ _A_SCALE_POINTER, _B_SCALE_POINTER, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 3
 # cublasLtMatmulPreferenceAttributes_t
 _MAX_WORKSPACE, _MIN_ALIGNMENTS = 1, (5, 6, 7, 8)  # the last of A, B, C and D
 _WORKSPACE = 1 << 20  # no product that was measured wanted more than 4 bytes
-# Bytes of which addresses of scales and of a bias, and rows of the result and of an activation's scales, are multiples.
-_ALIGNED = 16
+_ALIGNED = 16  # bytes, of which addresses of scales and of a bias, and the result's rows, are multiples
+ROWS = 4  # of which the result's number of rows is a multiple, so that rows of `a`'s scales are aligned
 
 _Address, _Int, _Size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _ARGUMENTS: dict[str, list[Any]] = {
@@ -77,7 +77,7 @@ def multiplied(
     can't for these tensors.
     """
     lt = _library()
-    if lt is None or not takes(*out.shape, out.dtype):
+    if lt is None or not takes(len(out), out.shape[1], out.dtype):
         return False
     if any(x is not None and x.data_ptr() % _ALIGNED for x in (a.scales, b.scales, bias)):
         return False
@@ -95,7 +95,7 @@ def multiplied(
 
 def takes(rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether cuBLAS has kernels for results of these sizes."""
-    return rows * torch.float32.itemsize % _ALIGNED == columns * dtype.itemsize % _ALIGNED == 0
+    return rows % ROWS == columns * dtype.itemsize % _ALIGNED == 0
 
 
 # Places among a product's words, the addresses first, as cuBLAS calls them.

@@ -29,6 +29,11 @@ def product_of(backend: str) -> Callable[..., Tensor]:
     return scaled_mm_product if backend == "scaled_mm" else dequantized_product
 
 
+def room(backend: str) -> int:
+    """The multiple of rows that this backend's products take without copies."""
+    return cublas.ROWS if backend == "scaled_mm" else 1
+
+
 def multiply(
     backend: str,
     a: TorchQuantized | None,  # [M, C], 1x128 scales

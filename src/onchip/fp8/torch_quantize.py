@@ -47,11 +47,14 @@ def nothing(like: Tensor) -> TorchQuantized:
 
 
 def quantize(
-    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
+    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True, room: int = 1
 ) -> tuple[TorchQuantized | None, TorchQuantized | None]:
-    """x [R, C] and x^T, each with 1x128 scales or both with the same 128x128 ones; None for what isn't asked for."""
+    """x [R, C] and x^T, each with 1x128 scales or both with the same 128x128 ones; None for what isn't asked for.
+
+    x gets rows up to a multiple of `room`; the numbers behind the last one are arbitrary.
+    """
     height, width = x.shape
-    plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
+    plain = empty(up(height, room), width, fmt, x, by_block=by_block) if rows else None
     other = empty(width, height, fmt, x, by_block=by_block) if turned else None
     stated.refuse("it is quantised part by part")
     for start, v in _chunks(x):

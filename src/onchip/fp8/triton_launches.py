@@ -9,7 +9,7 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
+from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks, up
 from onchip.fp8.torch_quantize import TorchQuantized, empty
 from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, product_config
@@ -25,11 +25,11 @@ _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 def quantize(
-    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
+    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True, room: int = 1
 ) -> tuple[TorchQuantized | None, TorchQuantized | None]:
     """As `torch_quantize.quantize`, in one launch."""
     height, width = x.shape
-    plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
+    plain = empty(up(height, room), width, fmt, x, by_block=by_block) if rows else None
     other = empty(width, height, fmt, x, by_block=by_block) if turned else None
     if x.numel() > 0:
         _run(x, quantize_launch(x, plain, other, fmt, scale, by_block=by_block))
@@ -93,7 +93,7 @@ def quantize_launch(
         "stride_r": x.stride(0),
         "rows_stride": 0 if rows is None else rows.data.stride(0),
         "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
-        "rows_scale_stride": rows.scales.stride(0) if by_block and rows is not None else 0,
+        "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
         "columns_scale_stride": columns.scales.stride(0) if by_block and columns is not None else 0,
         "R_16": height + 16,
         "C_16": width + 16,

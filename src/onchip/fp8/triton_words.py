@@ -222,7 +222,7 @@ def _quantize_block(
     else:
         if rows is not None:
             scale = to_scale(largest_of_rows(p, DTYPE, EACH), FP8_MAX, POWER_OF_TWO)
-            tl.store(row_scales + tl.cast(j, tl.int64) * R + m, scale, mask=None if WHOLE else m < R)
+            tl.store(row_scales + tl.cast(j, tl.int64) * rows_scale_stride + m, scale, mask=None if WHOLE else m < R)
             row_factor = tl.gather(inverse(scale), r, 0)[:, None]
         if columns is not None:
             scale = to_scale(largest_of_columns(p, DTYPE, EACH), FP8_MAX, POWER_OF_TWO)
@@ -257,11 +257,11 @@ def _quantize_block(
         tl.store(columns + at, turned, mask=None if WHOLE else (n < C)[:, None])
 
 
-@triton.jit(do_not_specialize=["R_16"])
+@triton.jit(do_not_specialize=["R_16", "rows_scale_stride"])
 def quantize_words(
     x,  # [R, C] of 32 or 16 bits, rows contiguous
     rows,  # [R, up(C)] FP8 out; None: not wanted, and so of columns
-    row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
+    row_scales,  # float32 out: [C / 128, rows_scale_stride], or BY_BLOCK [R / 128, rows_scale_stride]
     columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
     column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
     tiles,  # [R / 128, 3] int32: of each block a number, its first row of x, and the end; past that it is 0

@@ -22,7 +22,7 @@ from onchip.fp8.torch_operands import (
     copies_of,
     quantizer,
 )
-from onchip.fp8.torch_products import multiply, refusals
+from onchip.fp8.torch_products import multiply, refusals, room
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import require_bool, require_one_of
@@ -112,7 +112,7 @@ def fp8_linear(
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)
     dtype = autocast_dtype(OP, given) or given.dtype
-    of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None)
+    of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None, room=room(chosen))
     of_weight = copies_of(OP, weight, scale, chosen, by_block=True, wanted="x" if grads[0] else None)
     check = weight is not matrix and (check_inputs or not matrix.is_cuda)
     call = Fp8LinearCall(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check, grads)
@@ -250,7 +250,12 @@ def _forward(call: Fp8LinearCall) -> Fp8LinearOutputs:
     bias = None if call.bias is None else stated.converted(call.bias, Tensor.contiguous)  # as kernels take it
     x, weight = call.of_x.operand, call.of_weight.operand
     out = multiply(call.backend, x, weight, by_block=True, dtype=call.dtype, bias=bias)
-    return Fp8LinearOutputs(out.view(*call.x.shape[:-1], len(call.weight)))
+    return Fp8LinearOutputs(_rows_of(out, call.x))
+
+
+def _rows_of(made: Tensor, x: Tensor) -> Tensor:
+    """[..., C]: as many rows of `made` [R, C] as x [..., K] has; there may be more."""
+    return made[: x.shape[:-1].numel()].view(*x.shape[:-1], made.shape[1])
 
 
 def _fake(call: Fp8LinearCall) -> Fp8LinearOutputs:
@@ -281,11 +286,12 @@ def _gradients(kept: Fp8LinearKept, upstream: Made, wanted: Wanted) -> Made:
         grad_bias = stated.converted(grad_bias, lambda x: x.to(kept.dtypes[2]))
     if by_x or by_weight:
         quantize = quantizer(kept.backend)
-        rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight)
+        more = room(kept.backend)
+        rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight, room=more)
     if by_x:
         weight = operand(kept.transposed, kept.transposed_scales)
         grad_x = multiply(kept.backend, rows, weight, by_block=True, dtype=kept.dtypes[0])
-        grad_x = grad_x.view(*grad_out.shape[:-1], grad_x.shape[1])
+        grad_x = _rows_of(grad_x, grad_out)
     if by_weight:
         x, out = operand(kept.columns, kept.column_scales), kept.weight_grad_out
         made = multiply(kept.backend, columns, x, by_block=False, dtype=kept.dtypes[1], add_to=out)
