@@ -64,8 +64,8 @@ class Pair:
     topk: Tensor | None  # [T, K] int32: a top-k teacher's ids, ascending; others than of these logits stand for none
 
     @staticmethod
-    def of(call: JsdCall, plan: JsdPlan, left: Left, vectors: Tensor) -> "Pair":
-        """`vectors` are those of `left`, or a copy."""
+    def of(call: JsdCall, plan: JsdPlan, left: Left) -> "Pair":
+        """As the call and what is left of it say; launches write to its vectors."""
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
         if call.shards.there:
@@ -78,13 +78,13 @@ class Pair:
                 # The products are linear_cross_entropy's, and tiles that suit them there do here.
                 bias = None if layer.bias is None else layer.bias[: call.size]
                 counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
-                run = setup.make_run(counted, LossOptions(), vectors)
+                run = setup.make_run(counted, LossOptions(), left.vectors)
                 sides[who] = Side(layer, config_of(call.head(who), plan), (left.student, left.teacher)[who], run)
             elif model.logits is not None:
                 x = stated.converted(model.logits, _rows)
                 given[who] = JsdLogits(x, x.stride(0), None, None, None)
         topk = None if call.indices is None else stated.call(_topk_ids, call.indices, call.shards.start)
-        made = Vectors.unpack(vectors, tokens)
+        made = Vectors.unpack(left.vectors, tokens)
         return Pair(call, plan, sides, given, made, ids, ignore_index, target_logit, left.stats, topk)
 
     @property

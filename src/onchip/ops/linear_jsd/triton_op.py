@@ -158,7 +158,8 @@ OPERATOR = Operator(
     fake_gradients=_fake_gradients,
     differentiable=PARAMETERS,
     consumed=[
-        f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
+        "left_vectors",
+        *[f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")],
     ],
     collect=_collect,
     states=True,

@@ -65,7 +65,8 @@ logits' gradients go, if they are to be made."""
 
 def forward(call: JsdCall, plan: JsdPlan, left: Left) -> Tensor:
     """The loss; fills what is `left` for backward."""
-    pair = Pair.of(call, plan, left, stated.zero(left.vectors))
+    stated.zero(left.vectors)
+    pair = Pair.of(call, plan, left)
     loss, number = stated.zeros(call.number, torch.float32, call.first.device), pair.vectors.number
     if call.number:
         take = (_taking_topk if pair.topk is not None else _taking_shard if call.shards.there else _taking)(pair, loss)
@@ -240,7 +241,7 @@ def _logit_gradients(pair: Pair, *args: Any, **more: Any) -> Launch:
 
 def backward(call: JsdCall, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
     """The gradients that are wanted, except those with memory in what is `left`, which are filled in there."""
-    pair = Pair.of(call, plan, left, stated.call(torch.clone, left.vectors))  # launches write to some of the vectors
+    pair = Pair.of(call, plan, left)
     tokens = call.number
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
@@ -268,7 +269,7 @@ def backward(call: JsdCall, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted
     waits = _chunks_of_vocabulary(pair, row_scale, grads) if tokens and pair.tiles else {}
     for who, to in grads.items():
         layer = pair.sides[who].layer
-        if to.weight is not None:
+        if to.weight is not None and len(to.weight) > call.size:
             stated.zero(to.weight[call.size :])  # padding
         hidden, weight, bias = to.made(layer.dtypes[2])
         if call.shards.there and to.hidden is not None:
