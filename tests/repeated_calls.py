@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import fake_cuda
-from every_loss import refused_after_failures
+from every_loss import assert_equal, refused_after_failures
 from losses import plan_in_forward
+from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy import torch_op
 from onchip.torch import cross_entropy, linear_cross_entropy
 from onchip.vocab.torch import operator, parallel
@@ -95,6 +97,7 @@ def saved_tensor_hooks_run_in_each_call(device):
         0.1: lambda: torch.eye(2, device=device).to_sparse(),
         0.2: lambda: torch.rand(3, device=device),
         0.3: lambda: bool(torch.ones((), device=device)),
+        0.4: lambda: cross_entropy(logits.detach(), labels, backend="triton", z_loss=0.5),
     }
     for label_smoothing, hook in does.items():
         seen = []
@@ -122,6 +125,29 @@ def saved_tensor_hooks_run_in_each_call(device):
                 assert not seen
         assert counts[0]
         assert counts == counts[:1] * len(counts)
+
+
+def calls_under_hooks_are_prepared(device):
+    """As in activation checkpointing, where every forward runs under hooks."""
+    hidden, weight, labels = layer(device)
+
+    def call(hidden, weight):
+        return linear_cross_entropy(hidden * 1, weight, labels, backend="triton", softcap=20.0).square()
+
+    def step():
+        loss = checkpoint(call, hidden, weight, use_reentrant=False)
+        return [loss.detach(), *torch.autograd.grad(loss, [hidden, weight])]
+
+    ran, run = [], Launch.run
+    for _ in range(TIMES):
+        step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "run", lambda launch: (ran.append(launch), run(launch)))
+        made = step()
+        assert not ran
+    if device == "cuda":
+        loss = call(hidden, weight)
+        assert_equal(made, [loss.detach(), *torch.autograd.grad(loss, [hidden, weight])])
 
 
 class Counted(TorchFunctionMode):
@@ -257,6 +283,7 @@ SCENARIOS = {
         overwritten_logits_are_never_a_leafs,
         gradients_go_to_tensors_not_to_memory,
         saved_tensor_hooks_run_in_each_call,
+        calls_under_hooks_are_prepared,
         who_watches_functions_sees_each_call,
         the_default_dtype_decides_on_nothing,
         views_that_negate_are_refused,

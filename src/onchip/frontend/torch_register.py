@@ -245,7 +245,8 @@ class Operator(Generic[C, O]):
             saving = saving._replace(link=self._link(kept, outputs))
             if saving.link is None:
                 before = (*outputs, torch_prepared.empty(0, torch.float32, _first(inputs).device))
-            outputs = self.connect(saving, kept, before, inputs)
+            with torch_prepared.unstated():  # hooks for saved tensors, which run each time
+                outputs = self.connect(saving, kept, before, inputs)
         if told is not None:
             if not self.states:
                 told.refuse(f"{self.name} doesn't state what it does")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _len_torch_function_stack
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -63,7 +62,7 @@ def repeatable(function: F) -> F:
                 return found.run(given)
         elif found is None:
             known.remember(kind)
-        elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be done unseen
+        elif found is SEEN_ONCE:
             made, found = _prepare(function, args, kwargs, given, shared=is_shared(kind))
             known.remember(kind, found)
             return made
