@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fake_cuda
@@ -20,7 +21,7 @@ from every_loss import assert_equal, refused_after_failures
 from losses import plan_in_forward
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy import torch_op
-from onchip.torch import cross_entropy, linear_cross_entropy
+from onchip.torch import cross_entropy, fp8_linear, linear_cross_entropy
 from onchip.vocab.torch import operator, parallel
 
 # More than the calls after which something may be taken for known.
@@ -148,6 +149,43 @@ def calls_under_hooks_are_prepared(device):
     if device == "cuda":
         loss = call(hidden, weight)
         assert_equal(made, [loss.detach(), *torch.autograd.grad(loss, [hidden, weight])])
+
+
+class Watching(TorchDispatchMode):
+    """Sees operators, as a compiler does: calls go through the registered ones."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def registered_operators_are_prepared(device):
+    """Forward and backward, as torch.compile runs them."""
+    hidden, weight, labels = layer(device)
+    logits, of_logits = leaf(device), target(device)
+    x = torch.randn(256, 128, device=device, dtype=torch.bfloat16).requires_grad_()
+    calls = {
+        "head": lambda: linear_cross_entropy(hidden, weight, labels, backend="triton", softcap=7.0),
+        "logits": lambda: cross_entropy(logits, of_logits, backend="triton", softcap=7.0),
+        "fp8": lambda: fp8_linear(x, weight, backend="triton").float().square().mean(),
+    }
+    leaves = {"head": (hidden, weight), "logits": (logits,), "fp8": (x, weight)}
+    ran, run = [], Launch.run
+    for name, call in calls.items():
+
+        def step(call=call, leaves=leaves[name]):
+            loss = call()
+            return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+        with Watching():
+            for _ in range(TIMES):
+                made = step()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Launch, "run", lambda launch: (ran.append(launch), run(launch)))
+                last = step()
+                assert not ran, name
+        if device == "cuda":
+            assert_equal(last, made)
+            assert_equal(last, step())
 
 
 class Counted(TorchFunctionMode):
@@ -284,6 +322,7 @@ SCENARIOS = {
         gradients_go_to_tensors_not_to_memory,
         saved_tensor_hooks_run_in_each_call,
         calls_under_hooks_are_prepared,
+        registered_operators_are_prepared,
         who_watches_functions_sees_each_call,
         the_default_dtype_decides_on_nothing,
         views_that_negate_are_refused,

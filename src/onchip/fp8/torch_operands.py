@@ -153,9 +153,20 @@ def _quantize(
     return (*rows, *(other or torch_quantize.nothing(x)))
 
 
+_KINDS = stated.Kinds()
+
+
+def _quantize_prepared(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
+    """`_quantize` where torch.compile calls it."""
+    how = scale, backend, by_block, turned
+    with inside_operator(x):
+        made: Any = _KINDS.run(lambda: _quantize(x, *how), (x,), how)
+    return tuple(made)
+
+
 _quantize_op = torch.library.custom_op(
     "onchip::fp8_quantize",
-    _quantize,
+    _quantize_prepared,
     mutates_args=(),
     schema="(Tensor x, str scale, str backend, bool by_block, bool turned) -> (Tensor, Tensor, Tensor, Tensor)",
 )

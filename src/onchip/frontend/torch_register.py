@@ -26,7 +26,7 @@ from onchip.frontend import torch_flops, torch_prepared
 from onchip.frontend.torch_ahead import Coming, lengths, without_memory
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
 from onchip.frontend.torch_packing import LISTS, packing_of, reader
-from onchip.frontend.torch_prepared import Kinds
+from onchip.frontend.torch_prepared import Inside, Kinds
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -285,8 +285,20 @@ class Operator(Generic[C, O]):
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
+        kept, given, wanted = self._unpack_gradients(args)
+        tensors, rest = self.kept.tensors_of(kept), self.kept.rest_of(kept)
         with inside_operator(_first(args)):
-            return _filled(self.gradients(*self._unpack_gradients(args)), args)
+            return _filled(self._state(lambda: self.gradients(kept, given, wanted), tensors, rest, given, wanted), args)
+
+    def _state(
+        self, gradients: Callable[[], Made], tensors: Made, rest: Sequence[Any], given: Made, wanted: Wanted,
+        inside: Inside | None = None,
+    ) -> Made:  # fmt: skip
+        """`gradients()`, which may be prepared.  With `inside` it enters that context, and collects its results."""
+        if not self.states:
+            return gradients()
+        kind = tuple(rest), tuple(wanted), inside is None
+        return self._backwards.run(gradients, (*tensors, *given), kind, inside)
 
     def _fake_gradients(self, *args: Any) -> Any:
         assert self.fake_gradients is not None
@@ -390,16 +402,14 @@ class Operator(Generic[C, O]):
         return self.kept.build(tensors, rest) if plain else self.kept.unpack((*tensors, *rest))
 
     def _run_gradients(self, tensors: Made, rest: Sequence[Any], given: Made, wanted: Wanted) -> Made:
-        """The gradients, which may be prepared."""
+        """The gradients, as they are handed out."""
 
         def gradients() -> Made:
             kept = self.kept.build(tensors, rest)
             with inside_operator(_first(given)):
                 return self._collected(kept, self.gradients(kept, given, wanted), wanted)
 
-        if not self.states:
-            return gradients()
-        return self._backwards.run(gradients, (*tensors, *given), (tuple(rest), tuple(wanted)), inside_operator)
+        return self._state(gradients, tensors, rest, given, wanted, inside_operator)
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
