@@ -44,6 +44,7 @@ class Packing:
         self.tensors_of, self.rest_of = (reader([leaf.path for leaf in x]) for x in (self.of_tensors, self.of_rest))
         names = [leaf.name for leaf in self.of_tensors]
         self.tensors = [x.name if names.count(x.name) == 1 else x.path.replace(".", "_") for x in self.of_tensors]
+        self._decoded = lru_cache(maxsize=256)(lambda *lists: self.decode(lists))
 
     def schema(self, mutated: Sequence[str] = ()) -> str:
         letters = {name: f"({'abcdef'[i]}!)" for i, name in enumerate(mutated)}
@@ -72,7 +73,8 @@ class Packing:
                 lists[_LIST_OF[leaf.kind]].append(_DTYPES[x] if leaf.kind is torch.dtype else x)
         return sizes, lists[1], flags, ",".join(words)
 
-    def decode(self, lists: Sequence[Any]) -> list[Any]:
+    def decode(self, lists: Sequence[Any]) -> Sequence[Any]:
+        """What `encode` was given."""
         iterators = [iter(x) for x in (*lists[:3], lists[3].split(","))]
         sizes, _, flags, _ = iterators
         rest: list[Any] = []
@@ -90,8 +92,15 @@ class Packing:
         return (*self.tensors_of(x), *self.encode(self.rest_of(x)))
 
     def unpack(self, args: Sequence[Any]) -> Any:
+        """What `pack` was given; the numbers may be symbols."""
         count = len(self.tensors)
         return self.build(args[:count], self.decode(args[count:]))
+
+    def unpack_numbers(self, args: Sequence[Any]) -> Any:
+        """The same for numbers, which are looked up if they were there before."""
+        count = len(self.tensors)
+        sizes, numbers, flags, words = args[count:]
+        return self.build(args[:count], self._decoded((*sizes,), (*numbers,), (*flags,), words))
 
 
 def _source(cls: Any, path: str, leaves: list[_Leaf], makers: dict[str, Any]) -> str:
