@@ -9,6 +9,7 @@ from torch import Tensor
 from onchip.fp8 import torch_quantize
 from onchip.fp8.numbers import SCALE_MULTIPLE, Scale, blocks, up
 from onchip.fp8.torch_quantize import FP8, TorchQuantized, empty
+from onchip.frontend import torch_library
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import are_plain, inside_operator
@@ -164,17 +165,15 @@ def _quantize_prepared(x: Tensor, scale: str, backend: str, by_block: bool, turn
     return tuple(made)
 
 
-_quantize_op = torch.library.custom_op(
-    "onchip::fp8_quantize",
-    _quantize_prepared,
-    mutates_args=(),
-    schema="(Tensor x, str scale, str backend, bool by_block, bool turned) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@_quantize_op.register_fake
-def _(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
+def _fake_quantize(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
     k = x.shape[-1]
     m = x.numel() // k
     other = empty(k, m, "e4m3", x, by_block=by_block) if turned else torch_quantize.nothing(x)
     return (*empty(m, k, "e4m3", x, by_block=by_block), *other)
+
+
+_quantize_op = torch_library.operator(
+    "fp8_quantize(Tensor x, str scale, str backend, bool by_block, bool turned) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_prepared,
+    _fake_quantize,
+)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onchip.frontend import torch_flops, torch_prepared
+from onchip.frontend import torch_flops, torch_library, torch_prepared
 from onchip.frontend.torch_ahead import Coming, lengths, without_memory
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
 from onchip.frontend.torch_packing import LISTS, packing_of, reader
@@ -140,24 +140,23 @@ class Operator(Generic[C, O]):
         self._grads = reader([leaf.path for leaf in self.call.of_rest if leaf.name == "grads"])
         self._places = [self.call.tensors.index(x) for x in self.differentiable]
         count = len(self.outputs.tensors) + 1
-        self.forward_op = torch.library.custom_op(
-            f"onchip::{self.name}",
+        self.forward_op = torch_library.operator(
+            f"{self.name}({self.call.schema()}) -> ({', '.join(['Tensor'] * count)})",
             self._forward,
-            mutates_args=(),
-            schema=f"({self.call.schema()}) -> ({', '.join(['Tensor'] * count)})",
+            self._fake,
+            backward=self._backward,
+            setup_context=self._setup_context,
         )
-        self.forward_op.register_fake(self._fake)
-        self.forward_op.register_autograd(self._backward, setup_context=self._setup_context)
         self.backward_op: Any = None
         if self.fake_gradients is not None:
             mutated = [x for x in (*self.consumed, *self.adds_to.values()) if x in self.kept.tensors]
             upstream = "".join(f"Tensor? upstream_{i}, " for i in range(self.differentiable_outputs))
             made = ", ".join(["Tensor"] * len(self.differentiable))
-            self.backward_op = _changing(
+            self.backward_op = torch_library.operator(
                 f"{self.name}_backward({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
                 self._gradients,
                 self._fake_gradients,
-                [self.differentiable_outputs + self.kept.tensors.index(x) for x in mutated],
+                changed=[self.differentiable_outputs + self.kept.tensors.index(x) for x in mutated],
             )
         if self.flops is not None:
             torch_flops.register(self.name, self._flops)
@@ -423,37 +422,6 @@ class Operator(Generic[C, O]):
                 if (x := tensors[i]) is not None:
                     tensors[i] = self.clone(x)
         return tensors, link
-
-
-# Operators that change arguments; it lives as long as they may be called.
-_LIBRARY = torch.library.Library("onchip", "FRAGMENT")
-
-
-def _changing(schema: str, function: Any, fake: Any, changed: Sequence[int]) -> Any:
-    """An operator that changes its arguments at these places, as `torch.library.custom_op` registers one.
-
-    That one finds them in Python, in a time that grows with the square of the number of arguments: with 27 of them 0.2
-    ms of each call.
-    """
-    _LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
-    name = schema.partition("(")[0]
-    op = getattr(torch.ops.onchip, name).default
-
-    def run(*args: Any) -> Any:
-        for i in changed:
-            if args[i] is not None:
-                torch.autograd.graph.increment_version(args[i])
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            return op(*args)
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def hidden(*args: Any) -> Any:
-        return function(*args)
-
-    _LIBRARY.impl(name, hidden, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, run, "ADInplaceOrView")
-    torch.library.register_fake(f"onchip::{name}", fake, lib=_LIBRARY)
-    return op
 
 
 class _Node(torch.autograd.Function):
