@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-# It lives as long as its operators may be called.
-_LIBRARY = torch.library.Library("onchip", "FRAGMENT")
+# By the operator's name.  An operator lives as long as its library.
+_LIBRARIES: dict[str, torch.library.Library] = {}
 
 
 def operator(
@@ -29,18 +29,20 @@ def operator(
         changed: the places of arguments that it changes.
         backward, setup_context: as `torch.library.register_autograd` takes them.
     """
-    _LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     name = schema.partition("(")[0]
+    _LIBRARIES.pop(name, None)  # of a module that is loaded again
+    library = _LIBRARIES[name] = torch.library.Library("onchip", "FRAGMENT")
+    library.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     made = getattr(torch.ops.onchip, name).default
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def run(*args: Any) -> Any:
         return function(*args)
 
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"onchip::{name}", fake, lib=_LIBRARY)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"onchip::{name}", fake, lib=library)
     if backward is not None:
-        torch.library.register_autograd(f"onchip::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+        torch.library.register_autograd(f"onchip::{name}", backward, setup_context=setup_context, lib=library)
     if changed:
 
         def change(*args: Any) -> Any:
@@ -50,5 +52,5 @@ def operator(
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 return made(*args)
 
-        _LIBRARY.impl(name, change, "ADInplaceOrView")
+        library.impl(name, change, "ADInplaceOrView")
     return made
