@@ -16,6 +16,8 @@ from fp8_drawn import awkward
 
 from interpreter import main
 from onchip.fp8 import torch_products, torch_quantize
+from onchip.fp8.numbers import up
+from onchip.fp8.torch_quantize import TorchQuantized
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear.cases import Fp8LinearCase
 from onchip.torch import fp8_linear, quantize_activation
@@ -49,6 +51,10 @@ def quantizing(name):
         for by_block in (False, True)[: 2 if fmt == "e4m3" else 1]:
             expected = quantize(x, by_block, fmt, scale, torch_quantize, *both)
             assert_same_bits(quantize(strided, by_block, fmt, scale, triton_launches, *both), expected)
+        rows, columns = triton_launches.quantize(strided, fmt, scale, room=4)
+        assert len(rows.data) == up(len(x), 4)
+        cut = TorchQuantized(rows.data[: len(x)], rows.scales[:, : len(x)])
+        assert_same_bits([cut, columns], quantize(strided, False, fmt, scale))
 
 
 def product(name):

@@ -207,6 +207,26 @@ def test_a_failure_is_an_error_and_leaves_nothing_behind(library):
         cublas.multiplied(*operands(*SIZE, False), False, torch.zeros(SIZE[:2]), add=True)
 
 
+def test_after_a_failure_to_tell_addresses_all_are_told_again(library):
+    a, b = operands(*SIZE, False)
+    out, set_attribute = torch.zeros(SIZE[:2]), library.set_attribute
+    product = cublas._Product(library, a, b, out, None, by_block=False, add=False)
+    assert product.find(out)
+    product.words[cublas._STREAM] = library.stream
+    product.send()
+    expected, scales = out.clone(), b.scales.clone()
+    product.words[cublas._A_SCALES] = scales.mul_(2).data_ptr()
+    product._operation._change = lambda at, attribute, *rest: (
+        7 if attribute == 18 else set_attribute(at, attribute, *rest)
+    )
+    with pytest.raises(RuntimeError, match="cuBLAS failed with status 7"):
+        product.send()
+    product._operation._change = set_attribute
+    product.words[cublas._A_SCALES] = b.scales.data_ptr()
+    product.send()
+    assert torch.equal(out, expected)
+
+
 def test_without_the_library_nothing_is_added(monkeypatch):
     def missing(name, mode):
         assert mode == os.RTLD_NOLOAD

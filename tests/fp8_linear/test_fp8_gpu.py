@@ -88,10 +88,11 @@ def test_quantised_bits_are_pytorchs(shape, fmt, dtype, scale):
         assert_same_bits(quantize(x.cuda(), by_block, fmt, scale), expected)
         for strided in layouts.values():
             assert_same_bits(quantize(strided, by_block, fmt, scale, triton_launches), expected)
-    more, turned = triton_launches.quantize(x.cuda(), fmt, scale, room=4)
-    assert len(more.data) == more.scales.shape[1] == numbers.up(len(x), 4)
     rows, columns = quantize(x, False, fmt, scale)
-    assert_same_bits([(more.data[: len(x)], more.scales[:, : len(x)]), turned], [rows, columns])
+    for strided in layouts.values():
+        more, turned = triton_launches.quantize(strided, fmt, scale, room=4)
+        assert len(more.data) == more.scales.shape[1] == numbers.up(len(x), 4)
+        assert_same_bits([(more.data[: len(x)], more.scales[:, : len(x)]), turned], [rows, columns])
 
 
 @pytest.mark.parametrize("shape", [(70000, 32768), (65536 * 128, 260)], ids=str)
@@ -259,6 +260,7 @@ def test_any_number_of_rows_as_often_as_one_likes(m, backend):
         "weight": lambda x, w, **how: fp8_linear(x, quantize_weight(w), **how),
         "activation": lambda x, w, **how: fp8_linear(quantize_activation(x), w, **how),
         "cloned": lambda x, w, **how: fp8_linear(quantize_activation(x)._replace(x=x.clone()), w, **how),
+        "columns": lambda x, w, **how: fp8_linear(x.T.contiguous().T, w, **how),
     }
     x, w, g = make(m, n, k)
     right = step(x, w, g, backend="dequantize")

@@ -1,5 +1,8 @@
 """Operators that are registered: what PyTorch is told of them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -47,6 +50,19 @@ def test_registered_again_it_replaces_the_first():
     registered()
     op = registered(lambda *args: added(*args) + 100)
     assert op(torch.zeros(3), None, torch.ones(3), 1.0) == 103
+
+
+def test_the_package_may_be_imported_again():
+    code = """
+import importlib, sys
+import onchip.torch
+from onchip.ops.fp8_linear import torch_op
+importlib.reload(torch_op)
+for name in [x for x in sys.modules if x.startswith("onchip")]:
+    del sys.modules[name]
+importlib.import_module("onchip.torch")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_meta_tensors_are_the_fakes():

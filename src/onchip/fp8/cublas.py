@@ -138,6 +138,7 @@ class _Product:
         """Tell the operation its addresses, where they changed."""
         told = self.words[_A_SCALES : _OF_BIAS + 1]
         if told != self._told:
+            self._told = []
             for attribute, i in _ATTRIBUTES:
                 if self.words[i]:
                     self._tell(attribute, ctypes.c_uint64(self.words[i]))

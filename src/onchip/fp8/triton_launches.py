@@ -94,7 +94,7 @@ def quantize_launch(
         "rows_stride": 0 if rows is None else rows.data.stride(0),
         "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
         "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
-        "columns_scale_stride": columns.scales.stride(0) if by_block and columns is not None else 0,
+        "columns_scale_stride": 0 if columns is None else columns.scales.stride(0),
         "R_16": height + 16,
         "C_16": width + 16,
         "BY_BLOCK": by_block,

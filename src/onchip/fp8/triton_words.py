@@ -226,7 +226,8 @@ def _quantize_block(
             row_factor = tl.gather(inverse(scale), r, 0)[:, None]
         if columns is not None:
             scale = to_scale(largest_of_columns(p, DTYPE, EACH), FP8_MAX, POWER_OF_TWO)
-            tl.store(column_scales + tl.cast(i, tl.int64) * C + n, scale, mask=None if WHOLE else n < C)
+            at = column_scales + tl.cast(i, tl.int64) * columns_scale_stride + n
+            tl.store(at, scale, mask=None if WHOLE else n < C)
             column_factor = tl.gather(inverse(scale), t, 0)
             if PAIRS:
                 even_factor, odd_factor = tl.split(tl.reshape(column_factor, (1, WORDS, 2)))
@@ -257,13 +258,13 @@ def _quantize_block(
         tl.store(columns + at, turned, mask=None if WHOLE else (n < C)[:, None])
 
 
-@triton.jit(do_not_specialize=["R_16", "rows_scale_stride"])
+@triton.jit(do_not_specialize=["R_16", "rows_scale_stride", "columns_scale_stride"])
 def quantize_words(
     x,  # [R, C] of 32 or 16 bits, rows contiguous
     rows,  # [R, up(C)] FP8 out; None: not wanted, and so of columns
     row_scales,  # float32 out: [C / 128, rows_scale_stride], or BY_BLOCK [R / 128, rows_scale_stride]
     columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
-    column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
+    column_scales,  # float32 out: [R / 128, columns_scale_stride], or BY_BLOCK [C / 128, columns_scale_stride]
     tiles,  # [R / 128, 3] int32: of each block a number, its first row of x, and the end; past that it is 0
     stride_r,
     rows_stride,

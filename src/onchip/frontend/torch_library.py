@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-# By the operator's name.  An operator lives as long as its library.
-_LIBRARIES: dict[str, torch.library.Library] = {}
+# By the operator's name.  An operator lives as long as its library, and may outlive this module, which may be loaded
+# again.
+_LIBRARIES: dict[str, torch.library.Library] = vars(torch.ops.onchip).setdefault("libraries", {})
 
 
 def operator(
@@ -30,7 +31,7 @@ def operator(
         backward, setup_context: as `torch.library.register_autograd` takes them.
     """
     name = schema.partition("(")[0]
-    _LIBRARIES.pop(name, None)  # of a module that is loaded again
+    _LIBRARIES.pop(name, None)
     library = _LIBRARIES[name] = torch.library.Library("onchip", "FRAGMENT")
     library.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     made = getattr(torch.ops.onchip, name).default

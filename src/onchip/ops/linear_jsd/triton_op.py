@@ -149,7 +149,7 @@ def _collect(kept: JsdTritonKept, made: Made, wanted: Wanted) -> Made:
 
 
 OPERATOR = Operator(
-    "jsd_by_kernels",
+    "jsd_by_triton",
     op=lambda call: call.options.op,
     forward=_forward,
     fake=_fake,
