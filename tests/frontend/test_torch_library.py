@@ -8,7 +8,7 @@ import torch
 
 from onchip.frontend import torch_library
 
-SCHEMA = "added_for_a_test(Tensor(a!) total, Tensor? more, Tensor x, float by) -> Tensor"
+SCHEMA = "test_added(Tensor(a!) total, Tensor? more, Tensor x, float by) -> Tensor"
 
 
 def added(total, more, x, by):
@@ -34,7 +34,7 @@ def test_what_is_changed_is_known_to_be():
 
 def test_opcheck():
     registered()
-    torch.library.opcheck(torch.ops.onchip.added_for_a_test.default, (torch.zeros(3), None, torch.ones(3), 2.0))
+    torch.library.opcheck(torch.ops.onchip.test_added.default, (torch.zeros(3), None, torch.ones(3), 2.0))
 
 
 def test_a_compiler_leaves_what_it_runs_alone():
