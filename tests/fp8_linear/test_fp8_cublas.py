@@ -280,19 +280,20 @@ def strict_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("size", [(256, 384, 640), (70, 131, 150), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("product", [torch_products.scaled_mm_product, torch_products.pytorch_product])
 @BY_BLOCK
-def test_layouts(by_block, size, bias, dtype, monkeypatch):
+def test_layouts(by_block, product, size, bias, dtype, monkeypatch):
     m, n, _ = size
     monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm)
     monkeypatch.setattr(cublas, "_library", lambda: None)
     a, b = operands(*size, by_block)
     added = None if bias is None else torch.randn(n).to(bias)
-    made = torch_products.scaled_mm_product(a, b, by_block, added, dtype, None)
+    made = product(a, b, by_block, added, dtype, None)
     right = torch_products.dequantized_product(a, b, by_block, added, dtype, None)
     assert made.is_contiguous()
     assert_same(made.float(), right.float(), 2e-6 if dtype == torch.float32 else 2**-8)
     total = torch.full((m, n), 0.5)
-    assert torch_products.scaled_mm_product(a, b, by_block, None, torch.bfloat16, total) is total
+    assert product(a, b, by_block, None, torch.bfloat16, total) is total
     expected = torch_products.dequantized_product(a, b, by_block, None, torch.float32, None)
     assert_same(total - 0.5, expected, 1e-5)
 
@@ -306,9 +307,8 @@ def test_a_bias_is_copied_where_cublas_cannot_read_it(start, copied, monkeypatch
         return strict_scaled_mm(*operands, bias=bias, **options)
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(cublas, "_library", lambda: None)
     a, b = operands(64, 128, 256, True)
     bias = torch.randn(144, dtype=torch.bfloat16)[start:][:128]
-    made = torch_products.scaled_mm_product(a, b, True, bias, torch.bfloat16, None)
+    made = torch_products.pytorch_product(a, b, True, bias, torch.bfloat16, None)
     assert (given[0] is not bias) == copied
     assert_same(made.float(), torch_products.dequantized_product(a, b, True, bias, torch.bfloat16, None).float(), 2**-8)
