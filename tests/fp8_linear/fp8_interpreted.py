@@ -51,7 +51,7 @@ def quantizing(name):
         for by_block in (False, True)[: 2 if fmt == "e4m3" else 1]:
             expected = quantize(x, by_block, fmt, scale, torch_quantize, *both)
             assert_same_bits(quantize(strided, by_block, fmt, scale, triton_launches, *both), expected)
-        rows, columns = triton_launches.quantize(strided, fmt, scale, room=4)
+        rows, columns = triton_launches.quantize(strided, fmt, scale, row_multiple=4)
         assert len(rows.data) == up(len(x), 4)
         cut = TorchQuantized(rows.data[: len(x)], rows.scales[:, : len(x)])
         assert_same_bits([cut, columns], quantize(strided, False, fmt, scale))

@@ -57,7 +57,7 @@ def test_chunks_do_not_change_the_bits(by_block, monkeypatch):
 
 def test_rows_behind_the_last_one_change_nothing():
     x = torch.from_numpy(awkward(130, 300))
-    (rows, columns), (more, same) = (torch_quantize.quantize(x, "e4m3", "float32", room=n) for n in (1, 4))
+    (rows, columns), (more, same) = (torch_quantize.quantize(x, "e4m3", "float32", row_multiple=n) for n in (1, 4))
     assert (more.data.shape, more.scales.shape) == ((132, 384), (3, 132))
     assert_same_bits([(more.data[:130], more.scales[:, :130]), same], [rows, columns])
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -112,6 +113,7 @@ def library(monkeypatch):
     assert made.alive == {}  # nothing is left behind
 
 
+BY_PYTORCH = partial(torch_products.scaled_mm_product, direct=False)
 SIZE = (72, 136, 150)
 
 
@@ -280,7 +282,7 @@ def strict_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("size", [(256, 384, 640), (70, 131, 150), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("product", [torch_products.scaled_mm_product, torch_products.pytorch_product])
+@pytest.mark.parametrize("product", [torch_products.scaled_mm_product, BY_PYTORCH])
 @BY_BLOCK
 def test_layouts(by_block, product, size, bias, dtype, monkeypatch):
     m, n, _ = size
@@ -309,6 +311,6 @@ def test_a_bias_is_copied_where_cublas_cannot_read_it(start, copied, monkeypatch
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
     a, b = operands(64, 128, 256, True)
     bias = torch.randn(144, dtype=torch.bfloat16)[start:][:128]
-    made = torch_products.pytorch_product(a, b, True, bias, torch.bfloat16, None)
+    made = BY_PYTORCH(a, b, True, bias, torch.bfloat16, None)
     assert (given[0] is not bias) == copied
     assert_same(made.float(), torch_products.dequantized_product(a, b, True, bias, torch.bfloat16, None).float(), 2**-8)

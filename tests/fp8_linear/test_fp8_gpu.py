@@ -90,7 +90,7 @@ def test_quantised_bits_are_pytorchs(shape, fmt, dtype, scale):
             assert_same_bits(quantize(strided, by_block, fmt, scale, triton_launches), expected)
     rows, columns = quantize(x, False, fmt, scale)
     for strided in layouts.values():
-        more, turned = triton_launches.quantize(strided, fmt, scale, room=4)
+        more, turned = triton_launches.quantize(strided, fmt, scale, row_multiple=4)
         assert len(more.data) == more.scales.shape[1] == numbers.up(len(x), 4)
         assert_same_bits([(more.data[: len(x)], more.scales[:, : len(x)]), turned], [rows, columns])
 

@@ -115,12 +115,12 @@ def copies_of(
     *,
     by_block: bool,
     wanted: str | None,
-    room: int = 1,
+    row_multiple: int = 1,
 ) -> Copies:
     """A tensor [..., C] in E4M3, with a weight's or an activation's scales; of a quantised one, the copies that it has.
 
-    The transpose is for the gradient of the input named `wanted`; with None it isn't made.  A matrix that is quantised
-    here may get rows up to a multiple of `room`.
+    The transpose is for the gradient of the input named `wanted`; with None it isn't made.  The number of
+    rows of a matrix that is quantised here may be rounded up to a multiple of `row_multiple`.
     """
     if not isinstance(given, Tensor):
         check_quantized(op, given, scale, wanted=wanted)
@@ -129,7 +129,7 @@ def copies_of(
     how = scale, backend, by_block, turned
     if are_plain(x):
         with inside_operator(x):
-            made: Any = _quantize(x, *how, room=room)
+            made: Any = _quantize(x, *how, row_multiple=row_multiple)
     else:
         made = _quantize_op(x, *how)
     return Copies(*made[:2], *(made[2:] if turned else (None, None)))
@@ -145,11 +145,11 @@ def check_unchanged(op: str, weight: Tensor, copies: Copies, scale: str, backend
 
 
 def _quantize(
-    x: Tensor, scale: str, backend: str, by_block: bool, turned: bool, *, room: int = 1
+    x: Tensor, scale: str, backend: str, by_block: bool, turned: bool, *, row_multiple: int = 1
 ) -> tuple[Tensor, ...]:
     """The fields of `Copies`; without `turned` the last two are empty."""
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    rows, other = quantizer(backend)(flat, "e4m3", scale, by_block=by_block, turned=turned, room=room)
+    rows, other = quantizer(backend)(flat, "e4m3", scale, by_block=by_block, turned=turned, row_multiple=row_multiple)
     assert rows is not None
     return (*rows, *(other or torch_quantize.nothing(x)))
 

@@ -29,8 +29,8 @@ def product_of(backend: str) -> Callable[..., Tensor]:
     return scaled_mm_product if backend == "scaled_mm" else dequantized_product
 
 
-def room(backend: str) -> int:
-    """The multiple of rows that this backend's products take without copies."""
+def row_multiple(backend: str) -> int:
+    """The number whose multiples of rows this backend's products take without copies."""
     return cublas.ROWS if backend == "scaled_mm" else 1
 
 
@@ -115,46 +115,34 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
 
 
 def scaled_mm_product(
-    a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
-) -> Tensor:
-    """As `multiply`, by cuBLAS, which PyTorch calls where it can't be called directly."""
-    if add_to is not None and cublas.multiplied(a, b, by_block, add_to, add=True):
-        return add_to
-    return _padded(a, b, by_block, bias, dtype, add_to, _stored)
-
-
-def pytorch_product(
-    a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
-) -> Tensor:
-    """As `multiply`, by PyTorch's `F.scaled_mm`."""
-    return _padded(a, b, by_block, bias, dtype, add_to, lambda *_: None)
-
-
-def _padded(
     a: TorchQuantized,
     b: TorchQuantized,
     by_block: bool,
     bias: Tensor | None,
     dtype: torch.dtype,
     add_to: Tensor | None,
-    stored: Callable[..., Tensor | None],
+    *,
+    direct: bool = True,
 ) -> Tensor:
-    """The product that `stored` makes or, where it makes None, PyTorch's.  Ragged sizes are padded with rows of zeros,
-    and their results are cut off.
+    """As `multiply`, by cuBLAS, which PyTorch's `F.scaled_mm` calls where it can't be called directly, or isn't to be.
+
+    Ragged sizes are padded with rows of zeros, and their results are cut off.
     """
+    if direct and add_to is not None and cublas.multiplied(a, b, by_block, add_to, add=True):
+        return add_to
     rows, columns = len(a.data), len(b.data)
     # cuBLAS adds a bias of the result's own 16-bit dtype; any other is added in float32, before the only rounding.
     in_product = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
     after = bias if in_product is None else None
     wide = torch.float32 if add_to is not None or after is not None else dtype
-    made = stored(a, b, by_block, in_product, wide)
+    made = _stored(a, b, by_block, in_product, wide) if direct else None
     if made is None:
         a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
         b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
         more = len(b.data) - columns
         if in_product is not None and (more or in_product.data_ptr() % _CUBLAS_ALIGNMENT):  # else nothing to copy
             in_product = stated.call(F.pad, in_product, (0, more))
-        made = stored(a, b, by_block, in_product, wide)
+        made = _stored(a, b, by_block, in_product, wide) if direct else None
     if made is None:
         made = stated.call(
             F.scaled_mm,

@@ -47,14 +47,21 @@ def nothing(like: Tensor) -> TorchQuantized:
 
 
 def quantize(
-    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True, room: int = 1
+    x: Tensor,
+    fmt: str,
+    scale: str,
+    *,
+    by_block: bool = False,
+    rows: bool = True,
+    turned: bool = True,
+    row_multiple: int = 1,
 ) -> tuple[TorchQuantized | None, TorchQuantized | None]:
     """x [R, C] and x^T, each with 1x128 scales or both with the same 128x128 ones; None for what isn't asked for.
 
-    x gets rows up to a multiple of `room`; the numbers behind the last one are arbitrary.
+    The number of x's rows is rounded up to a multiple of `row_multiple`; rows past x's own hold arbitrary numbers.
     """
     height, width = x.shape
-    plain = empty(up(height, room), width, fmt, x, by_block=by_block) if rows else None
+    plain = empty(up(height, row_multiple), width, fmt, x, by_block=by_block) if rows else None
     other = empty(width, height, fmt, x, by_block=by_block) if turned else None
     stated.refuse("it is quantised part by part")
     for start, v in _chunks(x):

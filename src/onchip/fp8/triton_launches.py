@@ -25,11 +25,18 @@ _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 def quantize(
-    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True, room: int = 1
+    x: Tensor,
+    fmt: str,
+    scale: str,
+    *,
+    by_block: bool = False,
+    rows: bool = True,
+    turned: bool = True,
+    row_multiple: int = 1,
 ) -> tuple[TorchQuantized | None, TorchQuantized | None]:
     """As `torch_quantize.quantize`, in one launch."""
     height, width = x.shape
-    plain = empty(up(height, room), width, fmt, x, by_block=by_block) if rows else None
+    plain = empty(up(height, row_multiple), width, fmt, x, by_block=by_block) if rows else None
     other = empty(width, height, fmt, x, by_block=by_block) if turned else None
     if x.numel() > 0:
         _run(x, quantize_launch(x, plain, other, fmt, scale, by_block=by_block))

@@ -286,9 +286,11 @@ class Operator(Generic[C, O]):
         kept, given, wanted = self._unpack_gradients(args, self.kept.unpack_numbers)
         tensors, rest = self.kept.tensors_of(kept), self.kept.rest_of(kept)
         with inside_operator(_first(args)):
-            return _filled(self._state(lambda: self.gradients(kept, given, wanted), tensors, rest, given, wanted), args)
+            return _filled(
+                self._prepared(lambda: self.gradients(kept, given, wanted), tensors, rest, given, wanted), args
+            )
 
-    def _state(
+    def _prepared(
         self, gradients: Callable[[], Made], tensors: Made, rest: Sequence[Any], given: Made, wanted: Wanted,
         inside: Inside | None = None,
     ) -> Made:  # fmt: skip
@@ -407,7 +409,7 @@ class Operator(Generic[C, O]):
             with inside_operator(_first(given)):
                 return self._collected(kept, self.gradients(kept, given, wanted), wanted)
 
-        return self._state(gradients, tensors, rest, given, wanted, inside_operator)
+        return self._prepared(gradients, tensors, rest, given, wanted, inside_operator)
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""

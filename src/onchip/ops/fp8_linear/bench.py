@@ -148,7 +148,7 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     made = own(partial(partial, op_in(fw, "fp8_linear")), op_in(fw, "fp8_linear", "BACKENDS"))
     made = [replace(impl, record=partial(_chosen, impl)) for impl in made]
     linear = partial(imported, "torch.nn.functional:linear")
-    scaled_mm = partial(imported, "onchip.fp8.torch_products:pytorch_product")
+    scaled_mm = partial(imported, "onchip.fp8.torch_products:scaled_mm_product", direct=False)
     refusals = {"onchip dequantize": _only_cpu}
     return (
         *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in made),

@@ -22,7 +22,7 @@ from onchip.fp8.torch_operands import (
     copies_of,
     quantizer,
 )
-from onchip.fp8.torch_products import multiply, refusals, room
+from onchip.fp8.torch_products import multiply, refusals, row_multiple
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import require_bool, require_one_of
@@ -112,7 +112,8 @@ def fp8_linear(
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)
     dtype = autocast_dtype(OP, given) or given.dtype
-    of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None, room=room(chosen))
+    rows, of_weight_grad = row_multiple(chosen), "weight" if grads[1] else None
+    of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted=of_weight_grad, row_multiple=rows)
     of_weight = copies_of(OP, weight, scale, chosen, by_block=True, wanted="x" if grads[0] else None)
     check = weight is not matrix and (check_inputs or not matrix.is_cuda)
     call = Fp8LinearCall(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check, grads)
@@ -286,8 +287,8 @@ def _gradients(kept: Fp8LinearKept, upstream: Made, wanted: Wanted) -> Made:
         grad_bias = stated.converted(grad_bias, lambda x: x.to(kept.dtypes[2]))
     if by_x or by_weight:
         quantize = quantizer(kept.backend)
-        more = room(kept.backend)
-        rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight, room=more)
+        how = {"rows": by_x, "turned": by_weight, "row_multiple": row_multiple(kept.backend)}
+        rows, columns = quantize(flat, options.grad_dtype, options.scale, **how)
     if by_x:
         weight = operand(kept.transposed, kept.transposed_scales)
         grad_x = multiply(kept.backend, rows, weight, by_block=True, dtype=kept.dtypes[0])
