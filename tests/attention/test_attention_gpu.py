@@ -419,3 +419,13 @@ def test_a_gpu_that_several_processes_share(hopper):
     started = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(6)]
     said = [process.communicate()[1] for process in started]
     assert not any(process.returncode for process in started), "\n".join(said)
+
+
+@pytest.mark.parametrize("backend", ["triton", "plain"])
+def test_strided_sinks(backend):
+    """Kernels read them one after the other, in forward and for their gradient."""
+    given = drawn()
+    whole = torch.randn(4, 2, device="cuda").mul(3).requires_grad_()
+    made = step(*given, backend=backend, sinks=whole[:, 0].detach().contiguous().requires_grad_())
+    strided = step(*given, backend=backend, sinks=whole.detach()[:, 0].requires_grad_())
+    assert_same(strided, made)

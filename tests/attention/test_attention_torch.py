@@ -355,3 +355,15 @@ def test_the_oracle_agrees_with_sdpa():
     grads = torch.autograd.grad(out, (q, k, v), torch.from_numpy(inputs.grad_out).double().transpose(1, 2))
     for made, expected in zip((out, *grads), (right.out, right.grad_q, right.grad_k, right.grad_v), strict=True):
         np.testing.assert_allclose(made.detach().transpose(1, 2).numpy(), expected, atol=1e-10)
+
+
+class _Named(torch.Tensor):
+    """A subclass that another library might have."""
+
+
+def test_subclasses_of_tensors():
+    given = drawn(dtype=torch.float32)
+    expected = attention(*given, Documents(torch.arange(24) // 10) & Causal())
+    named = [x.detach().as_subclass(_Named) for x in given]
+    made = attention(*named, Documents((torch.arange(24) // 10).as_subclass(_Named)) & Causal())
+    torch.testing.assert_close(made.as_subclass(torch.Tensor), expected)

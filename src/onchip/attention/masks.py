@@ -62,7 +62,9 @@ KNOWN: dict[str, MaskArrays] = {}
 
 def arrays_of(like: Array) -> MaskArrays:
     """The functions of an array's framework."""
-    name = "torch" if type(like).__module__.partition(".")[0] == "torch" else "xla"
+    # A tensor of a subclass is PyTorch's too.  torch.compile asks no further than the first.
+    of_torch = any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__)
+    name = "torch" if of_torch else "xla"
     if name not in KNOWN:  # torch.compile can't trace an import
         import_module(f"onchip.attention.{name}.arrays")
     return KNOWN[name]
