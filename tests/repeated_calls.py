@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import fake_cuda
 from every_loss import assert_equal, refused_after_failures
 from losses import plan_in_forward
+from onchip.frontend.torch_register import Operator
 from onchip.kernels.triton.launch import Launch
+from onchip.kernels.triton.packed import Packed
 from onchip.ops.linear_cross_entropy import torch_op
 from onchip.torch import cross_entropy, fp8_linear, linear_cross_entropy
 from onchip.vocab.torch import operator, parallel
@@ -260,6 +263,77 @@ def an_interrupted_backward_is_not_repeated(device):
             torch.autograd.grad(loss, base)
 
 
+def calls_interrupt_a_launch_of_their_kind(device):
+    """As in a signal's handler: the same thread can't wait until it has sent the launch."""
+    hidden, weight, labels = layer(device)
+    interrupted = 0
+
+    def send(packed):
+        nonlocal interrupted
+        if not interrupted:
+            interrupted += 1
+            linear_cross_entropy(hidden, weight, labels, backend="triton")
+            interrupted += 1
+        before(packed)
+
+    before = Packed.send
+    for _ in range(TIMES):
+        linear_cross_entropy(hidden, weight, labels, backend="triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packed, "send", send)
+        linear_cross_entropy(hidden, weight, labels, backend="triton")
+    assert interrupted == 2
+
+
+def in_inference_mode_nothing_is_recorded(device):
+    """Even with gradients enabled inside; and afterwards it is as before."""
+    hidden, weight, labels = layer(device)
+    for _ in range(TIMES):
+        with torch.inference_mode(), torch.enable_grad():
+            assert not linear_cross_entropy(hidden, weight, labels, backend="triton").requires_grad
+        loss = linear_cross_entropy(hidden, weight, labels, backend="triton")
+        torch.autograd.grad(loss, (hidden, weight))
+
+
+def hooks_change_the_strides_of_what_is_saved(device):
+    """Backward has what forward made with the strides that it made it with."""
+    hidden, weight, labels = layer(device)
+    seen = []
+
+    def turned(x):
+        whole = torch.empty(*x.shape, 2, dtype=x.dtype, device=x.device)
+        return whole[..., 0].copy_(x)
+
+    def taken(operator, ctx):
+        tensors, link = before(operator, ctx)
+        seen.append([None if x is None else x.stride() for x in tensors])
+        return tensors, link
+
+    before = Operator._taken
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operator, "_taken", taken)
+        for hooks in (nullcontext, lambda: saved_tensors_hooks(lambda x: x, turned)):
+            for _ in range(TIMES):
+                with hooks():
+                    loss = linear_cross_entropy(hidden, weight, labels, backend="triton")
+                made = torch.autograd.grad(loss, (hidden, weight))
+                if device != "cpu" and hooks is nullcontext:
+                    expected = made
+                elif device != "cpu":
+                    assert_equal(made, expected)
+    assert len(seen) == 2 * TIMES
+    assert all(strides == seen[0] for strides in seen)
+
+
+def upstream_gradients_without_memory_are_zeros(device):
+    hidden, weight, labels = layer(device)
+    for _ in range(TIMES):
+        loss = linear_cross_entropy(hidden, weight, labels, backend="triton")
+        zero = torch._efficientzerotensor(loss.shape, dtype=loss.dtype, device=loss.device)
+        made = torch.autograd.grad(loss, (hidden, weight), zero)
+        assert device == "cpu" or not any(x.any() for x in made)
+
+
 def threads_call_at_once(device):
     """With more kinds of calls than are remembered."""
     errors, given = [], [(leaf(device)[:n], target(device)[:n]) for n in range(1, T)]
@@ -327,6 +401,10 @@ SCENARIOS = {
         the_default_dtype_decides_on_nothing,
         views_that_negate_are_refused,
         an_interrupted_backward_is_not_repeated,
+        calls_interrupt_a_launch_of_their_kind,
+        in_inference_mode_nothing_is_recorded,
+        hooks_change_the_strides_of_what_is_saved,
+        upstream_gradients_without_memory_are_zeros,
         threads_call_at_once,
         ranks_exchange_in_every_call,
     )

@@ -1,6 +1,8 @@
 """Registration of an op: a toy op, x * y * factor + shift, through both of its ways."""
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from onchip.frontend import torch_flops
+from onchip.frontend.torch_inputs import is_dtensor
 from onchip.frontend.torch_register import Operator, needed
 
 
@@ -199,3 +203,11 @@ def test_an_output_may_be_changed_in_place_and_differentiated_once(way):
     (g,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match="toy: a backward of the backward is not supported"):
         g.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.utils.flop_counter"])
+def test_modules_that_another_thread_is_importing(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # without what it will have
+    assert not is_dtensor(torch.ones(1))
+    assert not torch_flops.are_counted()
+    torch_flops.tell_counters()

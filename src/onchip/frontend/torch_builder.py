@@ -20,6 +20,7 @@ from onchip.core.cuda_driver import Driver, driver
 ALIGNED = 512  # bytes, of which the CUDA allocator's blocks are multiples
 _SMALL = 1 << 20  # bytes; smaller memory shares one allocation, unless it is needed as a tensor
 SHARED = "two arguments share memory"
+_PATIENCE = 0.02  # seconds, in which other threads send a launch
 _UNKNOWN = "memory is neither an argument's nor a stated operator's"
 
 Tensors = Sequence[Tensor | None]
@@ -330,7 +331,10 @@ class Builder:
             gone = [i for i in sorted(uses - unneeded - kept) if last[i] == n and i > self._given]
             if gone:
                 steps.append(partial(_free, tuple(gone)))
-        return Prepared(self._size, steps, places, self._operates, [*self._conditions], self._stream)
+        conditions = [*self._conditions]
+        if any(isinstance(step, partial) and step.func is _send for step in steps):
+            conditions.append(partial(_may_send, self._lock))
+        return Prepared(self._size, steps, places, self._operates, conditions, self._stream)
 
     def _share(self, small: Sequence[int], born: dict[int, int], last: dict[int, int]) -> Step:
         """Allocate all of this memory at once."""
@@ -480,6 +484,17 @@ def _send(
                 put(at[place] + more, None if rows is None else at[rows])
             packed.written = given
         packed.send()
+
+
+def _may_send(lock: Lock) -> bool:
+    """Whether this thread doesn't hold the lock: a call in a signal's handler, or in a finalizer, that interrupts a
+    launch of its own kind would wait for itself.  Other threads hold it for a few microseconds.
+    """
+    if lock.locked():
+        if not lock.acquire(timeout=_PATIENCE):
+            return False
+        lock.release()
+    return True
 
 
 def _free(places: Sequence[int], _: Values, tensors: Values) -> None:

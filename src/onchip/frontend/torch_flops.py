@@ -25,21 +25,26 @@ def register(operator: str, flops: Callable[..., int]) -> None:
 
 def tell_counters() -> None:
     """Give the formulas to counters that will be made, and to those that watch."""
-    module = sys.modules.get("torch.utils.flop_counter")
-    if module is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (kind := _kind_of_counter()) is None:
         return
-    for registry in (module.flop_registry, *(counter.flop_registry for counter in _counters(module))):
+    of_all = sys.modules["torch.utils.flop_counter"].flop_registry
+    for registry in (of_all, *(counter.flop_registry for counter in _counters(kind))):
         for operator, formula in _FORMULAS.items():
             registry.setdefault(operator, formula)
 
 
 def are_counted() -> bool:
     """Whether a counter watches."""
-    module = sys.modules.get("torch.utils.flop_counter")
-    return module is not None and bool(_counters(module))
+    kind = _kind_of_counter()
+    return kind is not None and bool(_counters(kind))
 
 
-def _counters(module: Any) -> list[Any]:
+def _kind_of_counter() -> Any:
+    """The class of counters, if its module has been imported, which another thread may be doing now."""
+    return getattr(sys.modules.get("torch.utils.flop_counter"), "FlopCounterMode", None)
+
+
+def _counters(kind: Any) -> list[Any]:
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     counters = [getattr(mode, "counter", None) for mode in modes]
-    return [counter for counter in counters if isinstance(counter, module.FlopCounterMode)]
+    return [counter for counter in counters if isinstance(counter, kind)]

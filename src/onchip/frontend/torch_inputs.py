@@ -128,9 +128,17 @@ def refuse_numpy(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} is a numpy.ndarray; pass torch.from_numpy({name})")
 
 
+def gradients_enabled() -> bool:
+    """Whether autograd records: in inference mode it doesn't, even with gradients enabled inside.  torch.compile, which
+    can't ask for that mode, traces no call in it.
+    """
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+
+
 def is_dtensor(x: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
-    return module is not None and isinstance(x, module.DTensor)
+    # To import the module takes long, and without it there is none; another thread may be importing it now.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(x, kind)
 
 
 def temperature_tensor(op: str, temperature: Any) -> Tensor | None:
@@ -206,7 +214,7 @@ def torch_refusal(device: torch.device) -> str | None:
 
 def refuse_gradient(op: str, name: str, x: Tensor) -> None:
     """Raise if `x` would silently get no gradient."""
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and gradients_enabled():
         raise ValueError(f"{op}: {name} gets no gradient from this op; pass {name}.detach()")
 
 

@@ -155,7 +155,7 @@ class Known:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call in the same thread
         self.get, self.forget = self._known.get, self._known.clear
         _ALL.append(self)
 
@@ -181,7 +181,7 @@ class Known:
         with self._lock:
             self._known[kind] = what
             while len(self._known) > MOST_KINDS:
-                del self._known[next(iter(self._known))]
+                self._known.pop(next(iter(self._known)), None)
 
 
 _ALL: list[Known] = []  # one for each public function, two for each operator

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from onchip.frontend import torch_flops, torch_library, torch_prepared
 from onchip.frontend.torch_ahead import Coming, lengths, without_memory
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
+from onchip.frontend.torch_inputs import gradients_enabled
 from onchip.frontend.torch_packing import LISTS, packing_of, reader
 from onchip.frontend.torch_prepared import Inside, Kinds
 
@@ -51,6 +52,8 @@ class Saving(NamedTuple):
     """The name that errors begin with."""
     packed: bool = False
     """Whether `rest` is packed as a registered operator takes it."""
+    strides: Sequence[tuple[int, ...] | None] = ()
+    """The kept tensors' strides, on which checks and kernels rely: hooks for saved tensors may give back others."""
     link: int | None = None
     """The place of a kept tensor that is a differentiable output: it is the link of `differentiable_once`, which then
     needs none of its own."""
@@ -58,7 +61,7 @@ class Saving(NamedTuple):
 
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Whether each needs a gradient: a call's `grads`."""
-    enabled = torch.is_grad_enabled()
+    enabled = gradients_enabled()
     return tuple([enabled and x is not None and x.requires_grad for x in tensors])
 
 
@@ -320,7 +323,8 @@ class Operator(Generic[C, O]):
         call, made = self.call.unpack(inputs), self.outputs.build(output[:-1], ())
         kept, saving = self.saving(call, made, self.call.tensors_of(call), self._places)
         ctx.mark_non_differentiable(*output[self.differentiable_outputs : -1])
-        self.keep(ctx, saving._replace(rest=self.kept.encode(saving.rest), packed=True), kept, output[-1])
+        saving = saving._replace(rest=self.kept.encode(saving.rest), packed=True, strides=())
+        self.keep(ctx, saving, kept, output[-1])
 
     def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         grads: list[Tensor | None] = [None] * len(self.call.tensors)
@@ -336,7 +340,9 @@ class Operator(Generic[C, O]):
         given = [x is not None for x in inputs]
         edges = tuple([sum(given[:place]) for place in places])
         op = self.op if isinstance(self.op, str) else self.op(call)
-        return self.kept.tensors_of(kept), Saving(self.kept.rest_of(kept), self._grads(call)[0], edges, op)
+        tensors = self.kept.tensors_of(kept)
+        strides = tuple([None if x is None else x.stride() for x in tensors])
+        return tensors, Saving(self.kept.rest_of(kept), self._grads(call)[0], edges, op, strides=strides)
 
     def keep(self, ctx: Any, saving: Saving, kept: Made, link: Tensor | None) -> None:
         """Save for backward."""
@@ -359,7 +365,7 @@ class Operator(Generic[C, O]):
         present = [x for x in given if x is not None]
         if not present:
             return [None] * len(self.differentiable)
-        rest, grads, edges, op, packed, _ = ctx.saving
+        rest, grads, edges, op, packed = ctx.saving[:5]
         refuse_batches(op, present)
         if ctx.used_up:
             _refuse_second(op, ctx)
@@ -413,8 +419,10 @@ class Operator(Generic[C, O]):
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
-        *saved, link = ctx.saved_tensors
-        tensors = saved
+        *tensors, link = ctx.saved_tensors
+        for i, strides in enumerate(ctx.saving.strides):
+            if (x := tensors[i]) is not None and x.stride() != strides:
+                tensors[i] = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
         if ctx.saving.link is not None:
             link = tensors[ctx.saving.link]
         for i, x in ctx.theirs:
@@ -500,8 +508,14 @@ def _refuse_second(op: str, ctx: Any) -> None:
 
 
 def _in_memory(x: Tensor | None) -> Tensor | None:
-    """x, or a copy, with its signs in memory: autograd may negate by a view, but kernels read memory."""
-    return x.resolve_neg() if x is not None and not torch.compiler.is_compiling() and x.is_neg() else x
+    """x, or a copy, with its numbers in memory, which kernels read: autograd may negate by a view, and have zeros
+    without memory.
+    """
+    if x is None or torch.compiler.is_compiling():
+        return x
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def _first(args: Sequence[Any]) -> Tensor:

@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 
 from onchip.frontend import torch_prepared
 from onchip.frontend.torch_builder import Builder, Prepared, versions
-from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_inputs import accumulator, gradients_enabled
 from onchip.frontend.torch_prepared import SEEN_ONCE, Known, is_shared
 from onchip.frontend.torch_refusals import refused_together
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
@@ -52,21 +52,19 @@ def repeatable(function: F) -> F:
         if "normalizer" in kwargs and type(kwargs["normalizer"]) in (int, float):
             kwargs["normalizer"] = _normalizer(kwargs["normalizer"], args, kwargs)
         given: list[Tensor] = []
-        kind = _kind(args, kwargs, given)
-        if kind is None:
-            with refused_together(kwargs.get("check_inputs")):
-                return function(*args, **kwargs)
-        kind, found = known.find(kind, given)
-        if isinstance(found, _Known):
-            if found.prepared.may_run():
+        kind, found = _kind(args, kwargs, given), None
+        if kind is not None:
+            kind, found = known.find(kind, given)
+            if isinstance(found, _Known) and found.prepared.may_run():
                 return found.run(given)
-        elif found is None:
-            known.remember(kind)
-        elif found is SEEN_ONCE:
-            made, found = _prepare(function, args, kwargs, given, shared=is_shared(kind))
-            known.remember(kind, found)
-            return made
-        return function(*args, **kwargs)
+        with refused_together(kwargs.get("check_inputs")):
+            if kind is not None and found is None:
+                known.remember(kind)
+            elif found is SEEN_ONCE:
+                made, found = _prepare(function, args, kwargs, given, shared=is_shared(kind))
+                known.remember(kind, found)
+                return made
+            return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
@@ -105,7 +103,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         tensors = torch_prepared.kind_of(given, differentiable=True)
     except RuntimeError:  # without storage or strides
         return None
-    return torch.is_grad_enabled(), cast, tuple(rest), tensors
+    return gradients_enabled(), cast, tuple(rest), tensors
 
 
 def _is_watched() -> bool:
