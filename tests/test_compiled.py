@@ -28,7 +28,7 @@ from onchip.ops.grouped_matmul.cases import MODELS
 from onchip.ops.linear_jsd import triton_kernels as jsd_kernels
 from onchip.ops.linear_jsd import triton_product as jsd_product
 from onchip.ops.linear_jsd import triton_topk as jsd_topk
-from onchip.torch import jsd, linear_cross_entropy, linear_log_probs
+from onchip.torch import jsd, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.vocab.triton import gradients, softmax, sums, vectors
 
 F16 = torch.float16
@@ -50,6 +50,7 @@ def forward_alone(hidden):
     recorded(linear_cross_entropy, given, given | {"backend": "triton"})
 
 
+EVERY_STATISTIC = {"label_smoothing": 0.1, "return_stats": True}
 # What kernels may be asked for beyond what is recorded: other dtypes, layouts and sizes.
 MORE = {
     "linear_cross_entropy": {
@@ -82,7 +83,13 @@ MORE = {
     } | {"topk": partial(of_logits, 4096, vocab=1024, op=jsd, labels="tail", dtype=F32, hard_weight=0.1)},
     "cross_entropy": {
         "rows that are not aligned": partial(of_logits, 500, vocab=50257),
+        "the same, smoothed, with statistics": partial(of_logits, 500, vocab=32001, **EVERY_STATISTIC),
+        "the same, dense labels": partial(of_logits, 500, vocab=50257, labels="dense"),
+        "a few more than whole tiles": partial(of_logits, 500, vocab=131073),
         "float16": partial(of_logits, 500, vocab=1000, dtype=F16, **OPTIONS["statistics"]),
+    },
+    "log_probs": {
+        "rows that are not aligned": partial(of_logits, 500, vocab=50257, op=log_probs, ids=4, entropy=True),
     },
     "grouped_matmul": {
         "scaled": partial(grouped, 4096, model=MODELS[-1], **SCALED),
@@ -165,8 +172,10 @@ STACK = {
     "weight_gradient": {"NO_TMA": 352},
     "weight_added": {"old_sum": 24},
     "losses": {"": 48, "class_total": 112, "entropy": 320},
-    "log_probs": {"top1": 440},
-    "soft_losses": {"class_weight": 48},
+    "gradients": {"SMOOTHING": 32},
+    "log_probs": {"LINE": 24, "top1": 440},
+    "log_prob_gradients": {"class_weight": 16},
+    "soft_losses": {"class_weight": 48, "LINE": 8},
     "softmax_gradient": {"": 64, "class_weight": 288},
     "divergence_rows": {"": 16},
     "quantize_words": {"WHOLE": 56},

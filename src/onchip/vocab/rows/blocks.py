@@ -25,6 +25,28 @@ def row_start(row, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
 
 
 @triton.jit
+def part_in_units(
+    base, row, inner, outer_stride, inner_stride, V, loops, UNIT: tl.constexpr, TILE: tl.constexpr, LINE: tl.constexpr
+):
+    """The part of a row that is read and written in whole units: where it begins, at which column of the row that is,
+    its length, and its full tiles before the last one.
+
+    Where LINE is 0 that is the whole row, from a multiple of UNIT on.  Else rows may begin anywhere, strides count
+    elements, and the part begins at a multiple of LINE; before it are fewer than LINE columns, behind it fewer than
+    UNIT.
+    """
+    if LINE:
+        start = row_start(row, inner, outer_stride, inner_stride, 1)
+        lines = (start + (LINE - 1)) // LINE
+        head = (lines * LINE - start).to(tl.int32)
+        length = (V - head) // UNIT * UNIT
+        part = base + lines * LINE, head, length, (length - 1) // TILE
+    else:
+        part = base + row_start(row, inner, outer_stride, inner_stride, UNIT), 0, V, loops
+    return part
+
+
+@triton.jit
 def lanes_of(LANES: tl.constexpr, UNIT: tl.constexpr):
     """[1, LANES, 1]: where the elements of a lane begin in a tile."""
     return (tl.arange(0, LANES) * UNIT)[None, :, None]
@@ -62,29 +84,46 @@ def read_weights(
 
 
 @triton.jit
+def take_ends(
+    TAKE: tl.constexpr, known, state, part, stride, V, POLICY: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """As `walk`, of the columns before a row's part in units and behind it, one in a lane."""
+    at, head, length, _ = part
+    before = read_tile(at, stride, -head, 0, LANES, LANES, 1, True, POLICY)
+    behind = read_tile(at, stride, length, V - head, LANES, LANES, 1, True, POLICY)
+    state = TAKE(before, 0, head, known, state, LANES, LANES, 1, True)
+    return TAKE(behind, head + length, V, known, state, LANES, LANES, 1, True)
+
+
+@triton.jit
 def walk(
     TAKE: tl.constexpr,  # a function
     known,
     state,
-    row,
+    part,  # of a row: see `part_in_units`
     stride,
     V,
-    loops,
     POLICY: tl.constexpr,
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
+    LINE: tl.constexpr,
 ):
     """What TAKE(tile, first column, V, known, state, SIZE, LANES, UNIT, MASKED) makes of `state`, one tile of a row
-    after the other: `loops` full ones and a last one, which is returned too."""
+    after the other: full ones and a last one, which is returned too, and what is on either side of its part in units.
+    V is the column where the tile ends, or sooner."""
+    at, head, length, loops = part
     if LOOP:
         for i in tl.range(0, loops, num_stages=STAGES):
-            raw = read_tile(row, stride, i * TILE, V, TILE, LANES, UNIT, False, POLICY)
-            state = TAKE(raw, i * TILE, V, known, state, TILE, LANES, UNIT, False)
-    last = read_tile(row, stride, loops * TILE, V, TILE, LANES, UNIT, True, POLICY)
-    return TAKE(last, loops * TILE, V, known, state, TILE, LANES, UNIT, True), last
+            raw = read_tile(at, stride, i * TILE, length, TILE, LANES, UNIT, False, POLICY)
+            state = TAKE(raw, head + i * TILE, head + length, known, state, TILE, LANES, UNIT, False)
+    last = read_tile(at, stride, loops * TILE, length, TILE, LANES, UNIT, True, POLICY)
+    state = TAKE(last, head + loops * TILE, head + length, known, state, TILE, LANES, UNIT, True)
+    if LINE:
+        state = take_ends(TAKE, known, state, part, stride, V, POLICY, LANES)
+    return state, last
 
 
 @triton.jit
@@ -111,11 +150,19 @@ def write_tile(
 
 
 @triton.jit
-def clear_row(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
-    """Zeros in a row of the gradient."""
+def clear_row(
+    part, stride, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """Zeros in a row of the gradient, given its `part_in_units`."""
+    at, head, length, loops = part
     steps, lanes = steps_of(TILE, LANES, UNIT), lanes_of(LANES, UNIT)
-    zeros = tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty)
+    zeros = tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], at.dtype.element_ty)
     for i in range(loops):
-        tl.store(row + (i * TILE + lanes + steps).to(tl.int64) * stride, zeros)
+        tl.store(at + (i * TILE + lanes + steps).to(tl.int64) * stride, zeros)
     first = loops * TILE
-    tl.store(row + (first + lanes + steps).to(tl.int64) * stride, zeros, mask=steps < V - first - lanes)
+    tl.store(at + (first + lanes + steps).to(tl.int64) * stride, zeros, mask=steps < length - first - lanes)
+    if LINE:
+        lane = tl.arange(0, LANES)
+        zero = tl.zeros([LANES], at.dtype.element_ty)
+        tl.store(at + (lane - head) * stride, zero, mask=lane < head)
+        tl.store(at + (length + lane) * stride, zero, mask=lane < V - head - length)

@@ -9,7 +9,17 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total, rounded_by
-from onchip.vocab.rows.blocks import clear_row, lanes_of, read_weights, row_start, squash, steps_of, walk, write_tile
+from onchip.vocab.rows.blocks import (
+    clear_row,
+    lanes_of,
+    part_in_units,
+    read_weights,
+    row_start,
+    squash,
+    steps_of,
+    walk,
+    write_tile,
+)
 from onchip.vocab.rows.softmax import join, logits_of, meet, nothing_yet
 
 
@@ -69,11 +79,11 @@ def log_probs(
     log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
     T,
     K,
-    V_units,  # V / UNIT
-    loops,  # full tiles before the last one
+    V_units,  # V / UNIT, or V with a LINE
+    loops,  # full tiles before the last one; None with a LINE
     ignore_index,
     inner,  # rows of an outer one: see row_start
-    logits_outer,  # strides of rows in units of UNIT elements
+    logits_outer,  # strides of rows in units of UNIT elements, or in elements with a LINE
     logits_inner,
     logits_stride,  # of columns, in elements
     inner_scale,  # of the logits before tanh, with a softcap
@@ -82,11 +92,12 @@ def log_probs(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    LINE: tl.constexpr,  # 0: rows begin at multiples of UNIT; see part_in_units
     STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The softmax of each row, read once, and the log-probabilities of its ids."""
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     several = tl.arange(0, BLOCK_K)
     for row in range(tl.program_id(0), T, tl.num_programs(0)):
         own = tl.cast(row, tl.int64) * K
@@ -110,7 +121,8 @@ def log_probs(
             for start in range(0, K, BLOCK_K):
                 tl.store(log_prob + own + start + several, tl.zeros([BLOCK_K], tl.float32), mask=start + several < K)
         else:
-            from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
+            part = part_in_units(logits, row, inner, logits_outer, logits_inner, V, loops, UNIT, TILE, LINE)
+            from_row, head, _, _ = part
             k = outer_scale
             if temperature is not None:
                 k = k / tl.load(temperature + row)
@@ -127,8 +139,8 @@ def log_probs(
             )  # fmt: skip
             zeros = tl.zeros([LANES], tl.float32)
             state, _ = walk(
-                _follow, known, (nothing_yet(LANES), zeros, zeros, zeros), from_row, logits_stride, V, loops,
-                "evict_first", LOOP, STAGES, TILE, LANES, UNIT,
+                _follow, known, (nothing_yet(LANES), zeros, zeros, zeros), part, logits_stride, V,
+                "evict_first", LOOP, STAGES, TILE, LANES, UNIT, LINE,
             )  # fmt: skip
             softmax, offsets, squares, squares_below = state
             softmax, drop = meet(k2, softmax)
@@ -163,7 +175,8 @@ def log_probs(
                 there = start + several < K
                 label = tl.load(ids + own + start + several, mask=there, other=0)
                 good = (label >= 0) & (label < V) & (label != ignore_index)
-                x = tl.load(from_row + tl.where(good, label, 0) * logits_stride, mask=there & good, other=0.0)
+                at = from_row + (tl.where(good, label, 0) - head) * logits_stride
+                x = tl.load(at, mask=there & good, other=0.0)
                 value = (squash(x, inner_scale) - best) * k - log_total
                 value = tl.where(label == ignore_index, 0.0, tl.where(good, value, float("nan")))
                 tl.store(log_prob + own + start + several, value, mask=there)
@@ -182,7 +195,7 @@ def _write(
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile's logits, but for the ids' own entries."""
-    into, k, inner_scale, center, width, factor, entropy_row, even, class_weight = known
+    into, head, k, inner_scale, center, width, factor, entropy_row, even, class_weight = known
     x = squash(raw, inner_scale)
     if width is None:
         g = tl.exp2(x * (k * LOG2E) - center * LOG2E) * factor
@@ -192,7 +205,7 @@ def _write(
         g = tl.exp2((offset - width) * LOG2E) * (factor + entropy_row * tl.maximum(offset, -128.0))
     if even is not None:
         g -= even if class_weight is None else even * read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
-    write_tile(into, 1, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    write_tile(into, 1, g, x, first - head, V - head, inner_scale, SIZE, LANES, UNIT, MASKED)
     return state
 
 
@@ -220,25 +233,31 @@ def log_prob_gradients(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    LINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The gradient of each row of logits but for its ids' entries; zeros for tokens whose ids are all ignored."""
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     for row in range(tl.program_id(0), T, tl.num_programs(0)):
-        into = out + tl.cast(row, tl.int64) * V
+        part_out = part_in_units(out, row, 1, V_units, 0, V, loops, UNIT, TILE, LINE)
         if tl.load(kept + row) == 0:
-            clear_row(into, 1, loops, V, TILE, LANES, UNIT)
+            clear_row(part_out, 1, V, TILE, LANES, UNIT, LINE)
         else:
-            from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
+            part = part_in_units(logits, row, inner, logits_outer, logits_inner, V, loops, UNIT, TILE, LINE)
+            _, head, _, _ = part
+            into, _, _, _ = part_out
             k = outer_scale
             if temperature is not None:
                 k = k / tl.load(temperature + row)
             known = (
-                into, k, inner_scale, tl.load(center + row), None if width is None else tl.load(width + row),
+                into, head, k, inner_scale, tl.load(center + row), None if width is None else tl.load(width + row),
                 tl.load(factor + row), None if width is None else tl.load(entropy_row + row),
                 None if even is None else tl.load(even + row), class_weight,
             )  # fmt: skip
-            walk(_write, known, (), from_row, logits_stride, V, loops, "evict_first", True, STAGES, TILE, LANES, UNIT)
+            walk(
+                _write, known, (), part, logits_stride, V,
+                "evict_first", True, STAGES, TILE, LANES, UNIT, LINE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -281,17 +300,18 @@ def write_ids(
     logits_stride,
     inner_scale,
     UNIT: tl.constexpr,
+    LINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The ids' own entries, over what `log_prob_gradients` wrote there."""
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     i = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = i < tl.cast(T, tl.int64) * K
     label, row = tl.load(ids + i, mask=there, other=-1), i // K
     good = there & (label >= 0) & (label < V) & (label != ignore_index)
     g = tl.load(at_ids + i, mask=good, other=0.0)
     if inner_scale is not None:
-        start = row_start(row, inner, logits_outer, logits_inner, UNIT)
+        start = row_start(row, inner, logits_outer, logits_inner, 1 if LINE else UNIT)
         x = squash(tl.load(logits + start + label * logits_stride, mask=good, other=0.0), inner_scale)
         g *= 1 - x * x
     tl.store(out + row * V + label, g.to(out.dtype.element_ty), mask=good)

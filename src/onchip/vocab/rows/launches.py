@@ -14,6 +14,11 @@ from onchip.kernels.triton.launch import Launch, describe, device_refusal, has_g
 from onchip.kernels.triton.versions import interpreted
 from onchip.vocab.rows.memory import ONCE_WARPS, RowTiles, heuristic_tiles, row_rings
 
+_LINE = 128
+"""Bytes that the device reads and writes together."""
+_LONG = 8192
+"""Logits of a row from which on it matters how many lines are written in part."""
+
 
 def refusal(logits: Tensor) -> str | None:
     """Why the kernels can't serve a call with these logits, or None."""
@@ -45,16 +50,17 @@ def launch_rows(
     """Launch a kernel of onchip.vocab.rows.triton, with an op's `options`; `more` are its other arguments."""
     from onchip.vocab.rows import triton as triton_rows
 
-    both = kernel == "losses" and out is not None
-    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=both)
+    both, entropy = kernel == "losses" and out is not None, more.get("entropy") is not None
+    light = kernel == "losses" and not both and not entropy
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], light=light, twice=both)
     given = {
         "target": _flat_ids(target),
         "token_weight": flat(token_weight),
-        **_of_rows(logits, out, token_temperature, options, class_weight, tiles),
+        **_of_rows(kernel, logits, out, token_temperature, options, class_weight, tiles),
         **more,
     }
     plain = options.label_smoothing == 0 and class_weight is None
-    if both and plain and more["entropy"] is None and _launch_once(given):
+    if both and plain and not entropy and _launch_once(given):
         return
     arguments = {
         "class_total": _total(class_weight),
@@ -78,20 +84,10 @@ def launch_soft(
     """Launch a kernel of onchip.vocab.rows.soft; `more` are its other arguments."""
     from onchip.vocab.rows import soft as soft_kernels
 
-    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=False)
-    inner, outer, row = rows_of(labels)
-    label_unit, (stride,) = _unit([labels], {"outer": outer, "inner": row})
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], light=True)
     # Labels take as many registers as logits do, and their statistics as many again.
     share = 2 if more.get("entropy") is None else 4
-    of_rows = _of_rows(logits, out, token_temperature, options, class_weight, tiles, share=share, unit=label_unit)
-    arguments = {
-        "labels": labels,
-        "labels_rows": inner,
-        "labels_outer": outer // of_rows["UNIT"],
-        "labels_inner": row // of_rows["UNIT"],
-        "labels_stride": stride,
-        **of_rows,
-    }
+    arguments = _of_rows(kernel, logits, out, token_temperature, options, class_weight, tiles, labels, share)
     _launch(getattr(soft_kernels, kernel), tiles, arguments | more)
 
 
@@ -110,7 +106,8 @@ def launch_ids(
 
     tokens = logits.shape[:-1].numel()
     ids = stated.converted(ids, lambda x: x.reshape(tokens, -1).to(torch.int64).contiguous())
-    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=False)
+    light = kernel == "log_probs" and more.get("entropy") is None
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], light=light)
     several = ids.shape[1]
     arguments = {
         "ids": ids,
@@ -120,7 +117,7 @@ def launch_ids(
         "K": several,
         "BLOCK_K": min(1 << (several - 1).bit_length(), 256),
         "BLOCK": 256,
-        **_of_rows(logits, out, token_temperature, options, class_weight, tiles),
+        **_of_rows(kernel, logits, out, token_temperature, options, class_weight, tiles),
     }
     if kernel == "write_ids":
         Launch(id_kernels.write_ids, (-(-ids.numel() // 256),), arguments | more).run()
@@ -129,59 +126,94 @@ def launch_ids(
 
 
 def _of_rows(
+    kernel: str,
     logits: Tensor,
     out: Tensor | None,
     token_temperature: Tensor | None,
     options: Any,
     class_weight: Tensor | None,
     tiles: RowTiles,
-    *,
+    labels: Tensor | None = None,  # [..., V]
     share: int = 1,
-    unit: int = 0,
 ) -> dict[str, Any]:
-    """The arguments that all these kernels have.  A tile is `share` times smaller than in `tiles`, and divides `unit`
-    if given.
-    """
-    shape, vocab = logits.shape[:-1], logits.shape[-1]
-    inner, rows = _rows(logits, out)
-    of_both, strides = _unit([logits] if out is None else [logits, out], rows)
-    unit, lanes = math.gcd(of_both, unit), 32 * tiles.warps
-    tile = max(tiles.tile // share, unit * lanes)
-    loops = (vocab - 1) // tile
+    """The arguments that all these kernels have.  A tile is `share` times smaller than in `tiles`."""
+    shape, vocab, lanes = logits.shape[:-1], logits.shape[-1], 32 * tiles.warps
+    rows, columns = _strides(logits, out, labels)
+    given = [x for x in (logits, out, labels) if x is not None]
+    unit, line = _units(given, rows, {*columns.values()}, lanes, writes="gradients" in kernel)
+    by, tile = 1 if line else unit, max(tiles.tile // share, unit * lanes)
     return {
-        **{name: x // unit for name, x in rows.items()},
+        **{name: x // by for name, x in rows.items()},
+        **columns,
         **transform_scales(options),
         "logits": logits,
+        "labels": labels,
         "class_weight": class_weight,
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
         "out": out,
         "T": shape.numel(),
-        "V_units": vocab // unit,
-        "loops": loops,
+        "V_units": vocab // by,
+        "loops": None if line else (vocab - 1) // tile,
         "ignore_index": options.ignore_index,
-        "inner": inner,
-        "logits_stride": strides[0],
-        "out_stride": strides[-1],
+        "inner": rows_of(logits)[0],
+        "labels_rows": None if labels is None else rows_of(labels)[0],
         "loss_terms": LossTerms.of(options),
-        "LOOP": loops > 0,
+        "LOOP": vocab > tile,
         "UNIT": unit,
         "TILE": tile,
         "LANES": lanes,
+        "LINE": line,
         "STAGES": tiles.stages,
     }
+
+
+def _strides(logits: Tensor, out: Tensor | None, labels: Tensor | None) -> tuple[dict[str, int], dict[str, int]]:
+    """By argument, the strides of outer and inner rows, and those of columns, in elements."""
+    vocab = logits.shape[-1]
+    inner, outer, row = rows_of(logits)
+    width = vocab if out is None or out.ndim < 2 else out.stride(-2)  # more than V where columns are padding
+    out_outer, out_inner = (outer, row) if out is logits else (inner * width, width)
+    rows = {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
+    if labels is not None:
+        _, rows["labels_outer"], rows["labels_inner"] = rows_of(labels)
+    given = {"logits": logits, "out": logits if out is None else out, "labels": logits if labels is None else labels}
+    return rows, {f"{name}_stride": x.stride(-1) if vocab > 1 else 1 for name, x in given.items()}
+
+
+def _units(
+    given: Sequence[Tensor], rows: dict[str, int], columns: set[int], lanes: int, *, writes: bool
+) -> tuple[int, int]:
+    """How many elements are read and written at a time, and the kernels' LINE.
+
+    Rows that are unaligned, but alike, have a line, so that all but their ends is read and written 16 bytes at a time.
+    So have long rows that begin within lines, if a gradient is all that is made of them: half of 3.26 ms with rows of
+    128264 numbers, where other kernels gain nothing.
+    """
+    vocab, whole = given[0].shape[-1], 16 // max(x.element_size() for x in given)
+    if columns != {1} or any(x.data_ptr() % 16 for x in given):
+        return 1, 0
+    unit, line = math.gcd(whole, vocab, *rows.values()), min(lanes, _LINE // min(x.element_size() for x in given))
+    several = any(rows_of(x)[0] < x.shape[:-1].numel() for x in given)
+    compared = [{x % whole for name, x in rows.items() if end in name} for end in ("inner", "outer")[: 1 + several]]
+    alike = all(len(x) == 1 for x in compared) and len({rows_of(x)[0] for x in given}) == 1
+    within = writes and vocab > _LONG and any(x % line for x in rows.values())
+    return (whole, line) if alike and vocab > 2 * line and (unit < whole or within) else (unit, 0)
 
 
 def _launch_once(arguments: dict[str, Any]) -> bool:
     """Launch `once.losses_once`, if it serves rows like these."""
     logits, unit = arguments["logits"], arguments["UNIT"]
-    device = describe(logits.device)
-    rings = row_rings(logits.shape[-1], logits.element_size())
+    device, vocab = describe(logits.device), logits.shape[-1]
+    rings = row_rings(vocab, logits.element_size())
     if rings is None or unit * logits.element_size() != 16 or not has_gluon(device.capability) or interpreted():
         return False
     from onchip.vocab.rows import once
 
     given = {name: arguments[name] for name in once.losses_once.arg_names if name in arguments}
-    given |= {**rings._asdict(), "LANES": 32 * ONCE_WARPS}
+    # With a line, fewer columns are in whole units.
+    least = vocab - (arguments["LINE"] + unit - 2 if arguments["LINE"] else 0)
+    partial = least <= (rings.HELD + rings.RING - 1) * rings.TILE
+    given |= {**rings._asdict(), "LANES": 32 * ONCE_WARPS, "PARTIAL": partial}
     Launch(once.losses_once, (min(arguments["T"], device.programs),), given, ONCE_WARPS, registers=128).run()
     return True
 
@@ -206,23 +238,6 @@ def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         given = {"ids": ids, "g": g, "same": same, "rest": rest, "N": g.numel(), "K": g.shape[1], "BLOCK": 256}
         Launch(id_kernels.share_ids, (-(-g.numel() // 256),), given).run()
     return same, rest
-
-
-def _unit(given: Sequence[Tensor], rows: dict[str, int]) -> tuple[int, list[int]]:
-    """How many elements are read and written at a time, given strides of the rows and of their columns."""
-    first, vocab = given[0], given[0].shape[-1]
-    strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
-    whole = set(strides) == {1} and all(x.data_ptr() % 16 == 0 for x in given)
-    return math.gcd(16 // first.element_size(), vocab, *rows.values()) if whole else 1, strides
-
-
-def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
-    """How many rows lie in an outer one, and the strides of outer and inner rows, for `logits` and `out`."""
-    vocab = logits.shape[-1]
-    inner, outer, row = rows_of(logits)
-    width = vocab if out is None or out.ndim < 2 else out.stride(-2)  # more than V where columns are padding
-    out_outer, out_inner = (outer, row) if out is logits else (inner * width, width)
-    return inner, {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
 
 
 def rows_of(x: Tensor) -> tuple[int, int, int]:

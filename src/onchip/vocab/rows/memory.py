@@ -164,24 +164,26 @@ class RowTiles:
 _CACHE_SHARE = 256 << 10
 
 
-def heuristic_tiles(vocab: int, dtype: str, *, twice: bool) -> RowTiles:
-    """The tiles for rows of `vocab` logits; `twice`: what registers don't hold is read a second time, from the cache.
+def heuristic_tiles(vocab: int, dtype: str, *, light: bool = False, twice: bool = False) -> RowTiles:
+    """The tiles for rows of `vocab` logits.  `light`: each row is read for one sum, and nothing is written.  `twice`:
+    what registers don't hold is read a second time, from the cache.
 
-    A multiprocessor has 32 warps.  A tile has 32 elements for each thread, which need 64 registers; half of that where
-    all of them share a row that is read twice: 1.70 ms against 1.89 at 8192 x 128256 in bfloat16 on an H100.
+    A multiprocessor has up to 32 programs and 32 warps, or 48 where a thread has 16 elements of a tile rather than
+    those that take 64 bytes.  Few warps for a row wait less for each other; many read it a second time while it is in
+    the cache, and few rows keep the device busy then.  Of eight ways, at twelve sizes in two dtypes, these were the
+    fastest or nearly (docs/internals/cross_entropy.md).
     """
-    size = 1 << (vocab - 1).bit_length()
-    if size == 8192:
-        # In four tiles: forward of 16384 x 8192 0.128 ms against 0.158, with the gradient 0.261 against 0.269.
-        warps = 2
-    elif size <= 16384:
-        warps = max(1, size // 1024)
-    elif twice:
-        rows = _CACHE_SHARE // (DTYPE_BYTES[dtype] * vocab)
-        warps = 32 if rows < 2 else 16 if rows < 4 else 8
+    rows, most = _CACHE_SHARE // (DTYPE_BYTES[dtype] * vocab), min(32, 64 // DTYPE_BYTES[dtype])
+    if vocab <= 8192:
+        warps, elements = 1 if vocab <= 2048 else 2, most if vocab > 4096 else 16
+    elif light:
+        warps, elements = 4 if vocab < 65536 else 8, most
     else:
-        warps = 8
-    return RowTiles(tile=min(1024 * warps, 16384), warps=warps, programs=32 // warps)
+        warps, elements = 8 if rows >= 4 or not twice else 16 if rows >= 2 else 32, 16
+    programs = min(32, (32 if elements == 32 else 48) // warps)
+    if twice and vocab > 8192:
+        programs = max(1, min(programs, rows))
+    return RowTiles(tile=32 * warps * elements, warps=warps, programs=programs)
 
 
 class RowRings(NamedTuple):

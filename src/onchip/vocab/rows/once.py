@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy  # type:
 
 from onchip.kernels.triton.gluon import barrier, copy_elements
 from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p, loss_of_lse, loss_of_target
-from onchip.vocab.rows.blocks import NOTHING, row_start, squash
+from onchip.vocab.rows.blocks import NOTHING, part_in_units, squash
 
 
 @gluon.jit
@@ -60,7 +60,7 @@ def _gradient(raw, k2, inner_scale, lse2, factor):
 
 @gluon.jit(do_not_specialize=["T", "inner", "logits_outer"])
 def losses_once(
-    logits,  # [T, V] in rows of any place that begin at multiples of 16 bytes, their columns side by side
+    logits,  # [T, V] in rows of any place, their columns side by side
     target,  # [T] int64
     token_weight,  # [T] float32
     temperature,  # [T] float32
@@ -70,10 +70,10 @@ def losses_once(
     log_prob,
     out,  # [T, V] out: gradient of the reduced loss, for an upstream gradient of 1, contiguous
     T,
-    V_units,  # V / UNIT
+    V_units,  # V / UNIT, or V with a LINE
     ignore_index,
     inner,  # rows of an outer one: see row_start
-    logits_outer,  # strides of rows in units of UNIT elements
+    logits_outer,  # strides of rows in units of UNIT elements, or in elements with a LINE
     logits_inner,
     out_inner,
     inner_scale,  # of the logits before tanh, with a softcap
@@ -83,6 +83,8 @@ def losses_once(
     UNIT: gl.constexpr,
     TILE: gl.constexpr,
     LANES: gl.constexpr,
+    LINE: gl.constexpr,  # 0: rows begin at multiples of UNIT; see part_in_units
+    PARTIAL: gl.constexpr,  # whether the last tile but one may be partial too
     HELD: gl.constexpr,
     RING: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -95,7 +97,7 @@ def losses_once(
     ROWS: gl.constexpr = (SLOTS + RING - 1) // RING  # that have begun to come
     AGAIN: gl.constexpr = RING * ROWS - SLOTS
     UNDER_WAY: gl.constexpr = RING - 1 + 2 * RING * (ROWS - 1) - AGAIN
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     steps = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, TILES)))[:, None, None] * (LANES * UNIT)
     lanes = gl.arange(0, LANES, BY_LANE)[None, :, None] * UNIT
     columns = steps + lanes + gl.arange(0, UNIT, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))[None, None, :]
@@ -108,28 +110,40 @@ def losses_once(
         there = row < T
         of_row = gl.minimum(row, T - 1)
         kept = there & (gl.load(target + of_row) != ignore_index)
-        from_row = logits + row_start(of_row, inner, logits_outer, logits_inner, UNIT)
+        from_row, _, length, _ = part_in_units(
+            logits, of_row, inner, logits_outer, logits_inner, V, 0, UNIT, TILE, LINE
+        )  # fmt: skip
         for n in range(RING):
             if ahead > 0:
                 async_copy.commit_group()
         for n in range(RING - AGAIN):
-            _copy(ring, ahead * RING + n, from_row, (HELD + n) * TILE, V, kept, columns)
+            _copy(ring, ahead * RING + n, from_row, (HELD + n) * TILE, length, kept, columns)
     held = ()
-    from_row = logits + row_start(start, inner, logits_outer, logits_inner, UNIT)
+    from_row, _, _, _ = part_in_units(logits, start, inner, logits_outer, logits_inner, V, 0, UNIT, TILE, LINE)
     for h in gl.static_range(HELD):
         held = held + (gl.load(from_row + (h * TILE + columns)),)  # type: ignore[assignment]
 
     place = 0  # of the row's first tile in the ring
     for row in range(start, T, step):
         label = gl.load(target + row)
-        from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
-        into = out + gl.cast(row, gl.int64) * (out_inner * UNIT)
+        from_row, head, length, _ = part_in_units(
+            logits, row, inner, logits_outer, logits_inner, V, 0, UNIT, TILE, LINE
+        )  # fmt: skip
+        into, _, _, _ = part_in_units(out, row, 1, out_inner, 0, V, 0, UNIT, TILE, LINE)
+        if LINE:
+            # A lane for each logit on either side of that part, and the logit's column.
+            lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))
+            of_ends, at_ends = lane < V - length, gl.where(lane < head, lane, length + lane)
         # What comes to this row's place, and to the registers.
         later = row + ROWS * step
         of_later = gl.minimum(later, T - 1)
         kept_later = (later < T) & (gl.load(target + of_later) != ignore_index)
-        from_later = logits + row_start(of_later, inner, logits_outer, logits_inner, UNIT)
-        from_next = logits + row_start(gl.minimum(row + step, T - 1), inner, logits_outer, logits_inner, UNIT)
+        from_later, _, length_later, _ = part_in_units(
+            logits, of_later, inner, logits_outer, logits_inner, V, 0, UNIT, TILE, LINE
+        )  # fmt: skip
+        from_next, _, _, _ = part_in_units(
+            logits, gl.minimum(row + step, T - 1), inner, logits_outer, logits_inner, V, 0, UNIT, TILE, LINE
+        )  # fmt: skip
 
         if label == ignore_index:
             gl.store(loss + row, 0.0)
@@ -141,12 +155,14 @@ def losses_once(
                 async_copy.wait_group(UNDER_WAY)
                 async_copy.commit_group()
             for n in range(HELD + RING):
-                gl.store(into + (n * TILE + columns), zeros, mask=columns < V - n * TILE)
+                gl.store(into + (n * TILE + columns), zeros, mask=columns < length - n * TILE)
+            if LINE:
+                gl.store(into + (at_ends - head), gl.zeros_like(lane).to(logits.dtype.element_ty), mask=of_ends)
             for turn in range(AGAIN):
                 async_copy.commit_group()
             for turn in range(RING - AGAIN):
                 slot = (place + turn + 2 * AGAIN) % SLOTS
-                _copy(ring, slot, from_later, (HELD + turn) * TILE, V, kept_later, columns)
+                _copy(ring, slot, from_later, (HELD + turn) * TILE, length_later, kept_later, columns)
             following = ()
             for h in gl.static_range(HELD):
                 following = following + (gl.load(from_next + (h * TILE + columns)),)  # type: ignore[assignment]
@@ -158,34 +174,41 @@ def losses_once(
             if temperature is not None:
                 k = k / gl.load(temperature + row)
             k2 = k * LOG2E
+            if LINE:
+                ends = gl.load(from_row + (at_ends - head), mask=of_ends, other=0.0)
             top = gl.full([LANES], LOWEST, gl.float32, BY_LANE)
             others = gl.zeros([LANES], gl.float32, BY_LANE)
             for h in gl.static_range(HELD):
                 top, others = _absorb(
-                    held[h], h * TILE, V, y, k2, inner_scale, columns, (top, others), TILE, False
+                    held[h], h * TILE, length, y - head, k2, inner_scale, columns, (top, others), TILE, False
                 )  # fmt: skip
             for n in range(RING - 1):
                 slot = (place + n) % SLOTS
                 async_copy.wait_group(UNDER_WAY)
                 top, others = _absorb(
-                    ring.index(slot).load(TILES), (HELD + n) * TILE, V, y, k2, inner_scale, columns, (top, others),
-                    TILE, False,
+                    ring.index(slot).load(TILES), (HELD + n) * TILE, length, y - head, k2, inner_scale, columns,
+                    (top, others), TILE, PARTIAL,
                 )  # fmt: skip
                 if n < AGAIN:
-                    _copy(ring, slot, from_row, (HELD + n + SLOTS) * TILE, V, True, columns)
+                    _copy(ring, slot, from_row, (HELD + n + SLOTS) * TILE, length, True, columns)
                 else:
                     async_copy.commit_group()
             slot = (place + RING - 1) % SLOTS
             async_copy.wait_group(UNDER_WAY)
             top, others = _absorb(
-                ring.index(slot).load(TILES), (HELD + RING - 1) * TILE, V, y, k2, inner_scale, columns, (top, others),
-                TILE, True,
+                ring.index(slot).load(TILES), (HELD + RING - 1) * TILE, length, y - head, k2, inner_scale, columns,
+                (top, others), TILE, True,
             )  # fmt: skip
             async_copy.commit_group()
 
-            x_y = squash(gl.load(from_row + gl.maximum(y, 0)), inner_scale)
+            x_y = squash(gl.load(from_row + (gl.maximum(y, 0) - head)), inner_scale)
             best = gl.max(top, 0)
+            if LINE:
+                x_ends = gl.where(of_ends & (at_ends != y), squash(ends, inner_scale), float("-inf"))
+                best = gl.maximum(best, gl.max(x_ends, 0))
             rest = gl.sum(others * gl.exp2(gl.maximum((top - best) * k2, NOTHING)), 0)
+            if LINE:
+                rest += gl.sum(gl.exp2((x_ends - best) * k2), 0)
             # The target joins.
             lead = gl.maximum(best, gl.where(good, x_y, LOWEST))
             own = gl.where(good, gl.exp2((x_y - lead) * k2), 0.0)
@@ -216,6 +239,8 @@ def losses_once(
                 gl.store(into + (h * TILE + columns), _gradient(held[h], k2, inner_scale, lse2, factor))
                 following = following + (gl.load(from_next + (h * TILE + columns)),)  # type: ignore[assignment]
             held = following
+            if LINE:
+                gl.store(into + (at_ends - head), _gradient(ends, k2, inner_scale, lse2, factor), mask=of_ends)
             for turn in range(RING):
                 # Those that are still there come first.
                 n = turn + AGAIN
@@ -226,11 +251,12 @@ def losses_once(
                 first = (HELD + n) * TILE
                 raw = ring.index(slot).load(TILES)
                 g = _gradient(raw, k2, inner_scale, lse2, factor)
-                gl.store(into + (first + columns), g, mask=columns < V - first)
+                gl.store(into + (first + columns), g, mask=columns < length - first)
                 again = turn < AGAIN
                 source, wanted = gl.where(again, from_row, from_later), again | kept_later
-                _copy(ring, slot, source, (HELD + turn - gl.where(again, 0, AGAIN)) * TILE, V, wanted, columns)
+                of_source = gl.where(again, length, length_later)
+                _copy(ring, slot, source, (HELD + turn - gl.where(again, 0, AGAIN)) * TILE, of_source, wanted, columns)
             if good:
                 barrier()  # behind what other threads have stored
-                gl.store(into + y, at_target.to(logits.dtype.element_ty))
+                gl.store(into + (y - head), at_target.to(logits.dtype.element_ty))
         place = (place + RING + AGAIN) % SLOTS

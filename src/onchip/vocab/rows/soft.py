@@ -9,17 +9,26 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, log_of_total, slope_of_lse, smoothed, soft_gradient, soft_loss
-from onchip.vocab.rows.blocks import lanes_of, read_tile, read_weights, row_start, squash, steps_of, walk, write_tile
+from onchip.vocab.rows.blocks import (
+    lanes_of,
+    part_in_units,
+    read_tile,
+    read_weights,
+    squash,
+    steps_of,
+    walk,
+    write_tile,
+)
 from onchip.vocab.rows.softmax import NO_COLUMN, first_largest, join, logits_of, meet, nothing_yet
 
 
 @triton.jit
 def _smoothed(
-    given, class_weight, first, V, loss_terms,
+    given, class_weight, first, V, vocab, loss_terms,
     SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of labels, smoothed and weighed; 0 from V on."""
-    q = smoothed(given, loss_terms.label_smoothing, V)
+    """A tile of labels, smoothed and weighed; 0 from V on.  vocab: how many entries all labels have."""
+    q = smoothed(given, loss_terms.label_smoothing, vocab)
     if class_weight is not None:
         q *= read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     elif MASKED:
@@ -47,11 +56,11 @@ def _absorb(
     MASKED: tl.constexpr,
 ):
     """The running sums with another tile in them."""
-    k2, inner_scale, of_row, stride, class_weight, loss_terms, entropy = known
+    k2, inner_scale, of_row, head, stride, class_weight, vocab, loss_terms, entropy = known
     # For the statistics: the sums of labels as they are given, the largest one and its column.
     softmax, cost, mass, given_cost, given_mass, likeliest, column = state
-    given = read_tile(of_row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
-    q = _smoothed(given, class_weight, first, V, loss_terms, SIZE, LANES, UNIT, MASKED)
+    given = read_tile(of_row, stride, first - head, V - head, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
+    q = _smoothed(given, class_weight, first, V, vocab, loss_terms, SIZE, LANES, UNIT, MASKED)
     x = logits_of(raw, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
     softmax, d, _, drop, _ = join(x, first, k2, softmax, entropy, entropy, SIZE, LANES, UNIT)
     cost, mass = _cost(q, d, mass, cost, drop)
@@ -79,10 +88,10 @@ def soft_losses(
     argmax,  # [T] int64 out
     target_logit,  # sum of labels times logits
     T,
-    V_units,  # V / UNIT
-    loops,  # full tiles before the last one
+    V_units,  # V / UNIT, or V with a LINE
+    loops,  # full tiles before the last one; None with a LINE
     inner,  # rows of an outer one: see row_start
-    logits_outer,  # strides of rows in units of UNIT elements
+    logits_outer,  # strides of rows in units of UNIT elements, or in elements with a LINE
     logits_inner,
     logits_stride,  # of columns, in elements
     labels_rows,  # `inner` of the labels
@@ -96,22 +105,26 @@ def soft_losses(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    LINE: tl.constexpr,  # 0: rows begin at multiples of UNIT; see part_in_units
     STAGES: tl.constexpr,
 ):
     """The loss of each row, without a token's weight, and what its gradient needs."""
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     for row in range(tl.program_id(0), T, tl.num_programs(0)):
-        from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
-        of_row = labels + row_start(row, labels_rows, labels_outer, labels_inner, UNIT)
+        part = part_in_units(logits, row, inner, logits_outer, logits_inner, V, loops, UNIT, TILE, LINE)
+        of_row, _, _, _ = part_in_units(
+            labels, row, labels_rows, labels_outer, labels_inner, V, loops, UNIT, TILE, LINE
+        )  # fmt: skip
+        _, head, _, _ = part
         k = outer_scale
         if temperature is not None:
             k = k / tl.load(temperature + row)
         k2 = k * LOG2E
         zeros = tl.zeros([LANES], tl.float32)
         state, _ = walk(
-            _absorb, (k2, inner_scale, of_row, labels_stride, class_weight, loss_terms, entropy),
+            _absorb, (k2, inner_scale, of_row, head, labels_stride, class_weight, V, loss_terms, entropy),
             (nothing_yet(LANES), zeros, zeros, zeros, zeros, zeros + LOWEST, tl.full([LANES], NO_COLUMN, tl.int32)),
-            from_row, logits_stride, V, loops, "evict_first", LOOP, STAGES, TILE, LANES, UNIT,
+            part, logits_stride, V, "evict_first", LOOP, STAGES, TILE, LANES, UNIT, LINE,
         )  # fmt: skip
         softmax, cost, m, given_cost, given_mass, likeliest, column = state
         softmax, drop = meet(k2, softmax)
@@ -148,12 +161,12 @@ def _write(
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
-    into, k2, inner_scale, of_row, stride, class_weight, loss_terms, lse2, mass, less, more, factor = known
-    given = read_tile(of_row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
-    q = _smoothed(given, class_weight, first, V, loss_terms, SIZE, LANES, UNIT, MASKED)
+    into, head, k2, inner_scale, of_row, stride, class_weight, vocab, loss_terms, lse2, mass, less, more, factor = known
+    given = read_tile(of_row, stride, first - head, V - head, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
+    q = _smoothed(given, class_weight, first, V, vocab, loss_terms, SIZE, LANES, UNIT, MASKED)
     x = squash(raw, inner_scale)
     g = soft_gradient(tl.exp2(x * k2 - lse2), q, mass, less, more) * factor
-    write_tile(into, 1, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    write_tile(into, 1, g, x, first - head, V - head, inner_scale, SIZE, LANES, UNIT, MASKED)
     return state
 
 
@@ -187,20 +200,24 @@ def soft_gradients(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    LINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The gradient of each row of logits."""
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     for row in range(tl.program_id(0), T, tl.num_programs(0)):
-        from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
-        of_row = labels + row_start(row, labels_rows, labels_outer, labels_inner, UNIT)
-        into = out + tl.cast(row, tl.int64) * (out_inner * UNIT)
+        part = part_in_units(logits, row, inner, logits_outer, logits_inner, V, loops, UNIT, TILE, LINE)
+        of_row, _, _, _ = part_in_units(
+            labels, row, labels_rows, labels_outer, labels_inner, V, loops, UNIT, TILE, LINE
+        )  # fmt: skip
+        _, head, _, _ = part
+        into, _, _, _ = part_in_units(out, row, 1, out_inner, 0, V, loops, UNIT, TILE, LINE)
         k = outer_scale
         if temperature is not None:
             k = k / tl.load(temperature + row)
         row_lse = tl.load(lse + row)
         known = (
-            into, k * LOG2E, inner_scale, of_row, labels_stride, class_weight, loss_terms, row_lse * LOG2E,
+            into, head, k * LOG2E, inner_scale, of_row, labels_stride, class_weight, V, loss_terms, row_lse * LOG2E,
             tl.load(mass + row), tl.load(less + row), slope_of_lse(loss_terms) * row_lse, tl.load(row_factor + row),
         )  # fmt: skip
-        walk(_write, known, (), from_row, logits_stride, V, loops, "evict_first", LOOP, STAGES, TILE, LANES, UNIT)
+        walk(_write, known, (), part, logits_stride, V, "evict_first", LOOP, STAGES, TILE, LANES, UNIT, LINE)

@@ -35,11 +35,13 @@ def logits_of(
 
 @triton.jit
 def first_largest(x, first, top, column, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
-    """[LANES]: the largest number so far and its column, with a tile from column `first` on."""
+    """[LANES]: the largest number so far and its first column, with a tile from column `first` on."""
     largest = tl.max(tl.max(x, 2), 0)
     columns = first + lanes_of(LANES, UNIT) + steps_of(SIZE, LANES, UNIT)
     at = tl.where(x == largest[None, :, None], columns, NO_COLUMN)
-    return tl.maximum(top, largest), tl.where(largest > top, tl.min(tl.min(at, 2), 0), column)
+    here = tl.min(tl.min(at, 2), 0)
+    sooner = (largest > top) | ((largest == top) & (here < column))
+    return tl.maximum(top, largest), tl.where(sooner, here, column)
 
 
 @triton.jit

@@ -22,11 +22,12 @@ from onchip.vocab.rows.blocks import (
     NOTHING,
     clear_row,
     lanes_of,
+    part_in_units,
     read_tile,
     read_weights,
-    row_start,
     squash,
     steps_of,
+    take_ends,
     walk,
     write_tile,
 )
@@ -71,7 +72,7 @@ def _absorb(
     if entropy is not None:
         at_largest = tl.where(x == largest[None, :, None], steps, SIZE)
         column = first + tl.arange(0, LANES) * UNIT + tl.min(tl.min(at_largest, 2), 0)
-        index = tl.where(largest > top, column, index)
+        index = tl.where((largest > top) | ((largest == top) & (column < index)), column, index)
     new_top = tl.maximum(top, largest)
     drop = tl.maximum((top - new_top) * k2, NOTHING)
     decay = tl.exp2(drop)
@@ -97,14 +98,14 @@ def _write(
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
-    row, stride, y, k2, inner_scale, class_weight, lse2, factor, even, at_target = known
+    into, head, stride, y, k2, inner_scale, class_weight, lse2, factor, even, at_target = known
     steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
     x = squash(raw, inner_scale)
     g = tl.exp2(x * k2 - lse2) * factor
     if even is not None:
         g -= even if class_weight is None else even * read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     g = tl.where(steps == y - first - lanes, at_target, g)
-    write_tile(row, stride, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    write_tile(into, stride, g, x, first - head, V - head, inner_scale, SIZE, LANES, UNIT, MASKED)
     return state
 
 
@@ -140,11 +141,11 @@ def losses(
     out,  # [T, V] out: gradient of the reduced loss, contiguous
     terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
     T,
-    V_units,  # V / UNIT
-    loops,  # full tiles before the last one
+    V_units,  # V / UNIT, or V with a LINE
+    loops,  # full tiles before the last one; None with a LINE
     ignore_index,
     inner,  # rows of an outer one: see row_start
-    logits_outer,  # strides of rows in units of UNIT elements
+    logits_outer,  # strides of rows in units of UNIT elements, or in elements with a LINE
     logits_inner,
     logits_stride,  # of columns, in elements
     out_inner,
@@ -157,10 +158,11 @@ def losses(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    LINE: tl.constexpr,  # 0: rows begin at multiples of UNIT; see part_in_units
     STAGES: tl.constexpr,
 ):
     """The loss and the softmax of each row; with `out` the gradient too, for an upstream gradient of 1."""
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     # What is read again is asked to stay, the rest to go.
     AGAIN: tl.constexpr = "evict_last" if out is not None and LOOP else "evict_first"
     step = tl.num_programs(0)
@@ -168,9 +170,11 @@ def losses(
     for row in range(tl.program_id(0), T, step):
         label = following
         following = tl.load(target + row + step, mask=row + step < T, other=0)
-        from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
+        part = part_in_units(logits, row, inner, logits_outer, logits_inner, V, loops, UNIT, TILE, LINE)
+        from_row, head, length, full = part
         if out is not None:
-            into = out + tl.cast(row, tl.int64) * (out_inner * UNIT)
+            part_out = part_in_units(out, row, 1, out_inner, 0, V, loops, UNIT, TILE, LINE)
+            into, _, _, _ = part_out
         if label == ignore_index:
             tl.store(loss + row, 0.0)
             tl.store(lse + row, 0.0)
@@ -189,14 +193,14 @@ def losses(
                 # exp2(z - inf) is 0, without a mask for each of the logits.
                 _store_terms(terms_out + row, T, outer_scale * LOG2E, float("inf"), 0.0, 0.0, 0.0)
             if out is not None:
-                clear_row(into, 1, loops, V, TILE, LANES, UNIT)
+                clear_row(part_out, 1, V, TILE, LANES, UNIT, LINE)
         else:
             good = (label >= 0) & (label < V)
             y = tl.where(good, label, -1).to(tl.int32)
             if target_logit is not None:
                 x_y = tl.load(target_logit + row)
             else:
-                x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
+                x_y = tl.load(from_row + (tl.maximum(y, 0) - head).to(tl.int64) * logits_stride)
             x_y = squash(x_y, inner_scale)
             # Sums of x relative to the target's keep their digits, if that is a number.
             reference = tl.where((x_y > LOWEST) & (x_y < -LOWEST), x_y, 0.0)
@@ -212,8 +216,8 @@ def losses(
             index = tl.zeros([LANES], tl.int32)
             known = y, k2, inner_scale, class_weight, reference if SMOOTHING else None, entropy
             state, last = walk(
-                _absorb, known, (top, others, offsets, moments, index), from_row, logits_stride, V, loops,
-                AGAIN, LOOP, STAGES, TILE, LANES, UNIT,
+                _absorb, known, (top, others, offsets, moments, index), part, logits_stride, V,
+                AGAIN, LOOP, STAGES, TILE, LANES, UNIT, LINE,
             )  # fmt: skip
             top, others, offsets, moments, index = state
 
@@ -243,7 +247,7 @@ def losses(
             if SMOOTHING:
                 offset = tl.sum(offsets, 0)
                 if target_logit is not None:
-                    stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
+                    stored = tl.load(from_row + (tl.maximum(y, 0) - head).to(tl.int64) * logits_stride)
                     stored = squash(stored, inner_scale)
                     # Two that are -inf, as a bias of that makes them, differ by nothing; another shard's is not here.
                     more = tl.where(good & (stored != x_y), x_y - stored, 0.0)
@@ -287,6 +291,7 @@ def losses(
                 lse2, factor, even, at_target = terms
                 of_gradient = (
                     into,
+                    head,
                     1,
                     y,
                     k2,
@@ -297,16 +302,18 @@ def losses(
                     even if SMOOTHING else None,
                     at_target,
                 )
-                first = loops * TILE
+                first, end = full * TILE, head + length
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
-                    last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-                _write(last, first, V, of_gradient, (), TILE, LANES, UNIT, True)
+                    last = read_tile(from_row, logits_stride, first, length, TILE, LANES, UNIT, True, "evict_first")
+                _write(last, head + first, end, of_gradient, (), TILE, LANES, UNIT, True)
+                if LINE:
+                    take_ends(_write, of_gradient, (), part, logits_stride, V, "evict_first", LANES)
                 if LOOP:
-                    for i in range(loops):
-                        back = (loops - 1 - i) * TILE
-                        raw = read_tile(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
-                        _write(raw, back, V, of_gradient, (), TILE, LANES, UNIT, False)
+                    for i in range(full):
+                        back = (full - 1 - i) * TILE
+                        raw = read_tile(from_row, logits_stride, back, length, TILE, LANES, UNIT, False, "evict_first")
+                        _write(raw, head + back, end, of_gradient, (), TILE, LANES, UNIT, False)
 
 
 @triton.jit(do_not_specialize=["T", "inner", "logits_outer", "out_outer"])
@@ -345,13 +352,14 @@ def gradients(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    LINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The gradient of each row of logits, of zeros for ignored tokens.
 
     With `start`, targets and class weights are of the whole vocabulary.
     """
-    V = V_units * UNIT
+    V = V_units if LINE else V_units * UNIT
     vocab = V
     of_columns = class_weight
     if start is not None:
@@ -364,10 +372,10 @@ def gradients(
         rows = tl.where(upstream == 1, 0, T)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         label = tl.load(target + row)
-        from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
-        into = out + row_start(row, inner, out_outer, out_inner, UNIT)
+        part = part_in_units(logits, row, inner, logits_outer, logits_inner, V, loops, UNIT, TILE, LINE)
+        part_out = part_in_units(out, row, inner, out_outer, out_inner, V, loops, UNIT, TILE, LINE)
         if label == ignore_index:
-            clear_row(into, out_stride, loops, V, TILE, LANES, UNIT)
+            clear_row(part_out, out_stride, V, TILE, LANES, UNIT, LINE)
         else:
             good = (label >= 0) & (label < vocab)
             column = label
@@ -391,13 +399,16 @@ def gradients(
                 loss_terms, tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, vocab, SMOOTHING
             )
             lse2, row_factor, even, at_target = terms
+            # The column is the same in both; the compiler sees that it is if it comes from one of them.
+            _, head, _, _ = part
+            into, _, _, _ = part_out
             known = (
-                into, out_stride, y, k * LOG2E, inner_scale, None if class_weight is None else of_columns, lse2,
+                into, head, out_stride, y, k * LOG2E, inner_scale, None if class_weight is None else of_columns, lse2,
                 row_factor, even if SMOOTHING else None, at_target,
             )  # fmt: skip
             walk(
-                _write, known, (), from_row, logits_stride, V, loops,
-                "evict_first", True, STAGES, TILE, LANES, UNIT,
+                _write, known, (), part, logits_stride, V,
+                "evict_first", True, STAGES, TILE, LANES, UNIT, LINE,
             )  # fmt: skip
 
 
