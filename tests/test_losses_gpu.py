@@ -370,7 +370,7 @@ def test_weight_grad_out_accumulates(hidden, way):
 
 # -------------------------------------------------------------------------------------------- rows of logits that exist
 
-# Rows that stay in registers, that are read again from the caches, and that are not aligned; 131073 has hardly more than
+# Rows that stay in registers, that are read again from the caches, and that are not aligned, 131073 by hardly more than
 # whole tiles.
 VOCABS = (1000, 8192, 32001, 50257, 65536, 128256, 131073, 262144)
 ROWS = next(way for way in KERNELS if way.loss.op is CE.op)
