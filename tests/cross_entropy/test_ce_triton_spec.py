@@ -5,6 +5,7 @@ import torch
 
 from onchip.frontend.torch_inputs import leading_dimensions
 from onchip.kernels.triton import launch as triton_calls
+from onchip.vocab.rows import launches
 from onchip.vocab.rows import memory as row_memory
 
 
@@ -23,6 +24,33 @@ def test_tiles(dtype, light, twice):
     assert row_memory.heuristic_tiles(32000, "bfloat16", twice=True).programs == 4
     assert row_memory.RowTiles(32768, 16, 1).registers == 128
     assert row_memory.RowTiles(1024, 1, 1).registers == 255
+
+
+def _units(logits, *others, writes=True):
+    given = [logits, *others]
+    return launches._units(given, [launches.rows_of(x) for x in given], 256, writes=writes)
+
+
+def test_rows_have_a_line_only_where_they_lie_alike():
+    """Kernels use one row's distance from its line for those of the other matrices."""
+
+    def matrix(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    assert _units(matrix(5, 50257), matrix(5, 50257)) == (8, 64)
+    assert _units(matrix(5, 50257, dtype=torch.float32)) == (4, 32)
+    assert _units(matrix(5, 50257), matrix(5, 50257), matrix(5, 50257, dtype=torch.float32)) == (4, 64)
+    assert _units(matrix(5, 50265)[:, :50257], writes=False) == (8, 64)  # without a gradient nothing else has rows
+    for padding in (1, 8, 16):  # whole units, but no whole lines
+        assert _units(matrix(5, 50257 + padding)[:, :50257], matrix(5, 50257)) == (1, 0)
+        assert _units(matrix(5, 50257), matrix(5, 50257), matrix(5, 50257 + padding)[:, :50257]) == (1, 0)
+    assert _units(matrix(2, 5, 50257)[:, :-1], matrix(2, 4, 50257)) == (1, 0)
+    assert _units(matrix(12, 50257)[8:], matrix(4, 50257)) == (8, 64)
+    assert _units(matrix(12, 50257)[1:], matrix(11, 50257)) == (1, 0)
+    assert _units(matrix(5, 128264)[:, :128256], matrix(5, 128256)) == (8, 0)
+    assert _units(matrix(5, 128264), matrix(5, 128264)) == (8, 64)
+    assert _units(matrix(5, 128264), matrix(5, 128264), writes=False) == (8, 0)
+    assert _units(matrix(5, 128256), matrix(5, 128256)) == (8, 0)
 
 
 def test_memory_is_that_of_vectors():

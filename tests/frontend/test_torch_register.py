@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from onchip.frontend import torch_flops
 from onchip.frontend.torch_inputs import is_dtensor
 from onchip.frontend.torch_register import Operator, needed
+from onchip.torch import cross_entropy
 
 
 @dataclass(frozen=True)
@@ -211,3 +212,15 @@ def test_modules_that_another_thread_is_importing(name, monkeypatch):
     assert not is_dtensor(torch.ones(1))
     assert not torch_flops.are_counted()
     torch_flops.tell_counters()
+
+
+def test_hooks_that_copy_expanded_tensors():
+    """They need not give back a caller's strides, which nothing could be written to."""
+    logits, target = torch.randn(1, 50, requires_grad=True), torch.randint(50, (4,))
+    (expected,) = torch.autograd.grad(cross_entropy(logits.expand(4, 50), target), logits)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)
+    ):
+        loss = cross_entropy(logits.expand(4, 50), target)
+    (made,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(made, expected)

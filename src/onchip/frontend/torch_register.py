@@ -53,7 +53,8 @@ class Saving(NamedTuple):
     packed: bool = False
     """Whether `rest` is packed as a registered operator takes it."""
     strides: Sequence[tuple[int, ...] | None] = ()
-    """The kept tensors' strides, on which checks and kernels rely: hooks for saved tensors may give back others."""
+    """Of the kept tensors that are contiguous, or that the op made, the strides, on which kernels rely: hooks for saved
+    tensors may give back others.  A caller's other tensors may have any."""
     link: int | None = None
     """The place of a kept tensor that is a differentiable output: it is the link of `differentiable_once`, which then
     needs none of its own."""
@@ -340,8 +341,9 @@ class Operator(Generic[C, O]):
         given = [x is not None for x in inputs]
         edges = tuple([sum(given[:place]) for place in places])
         op = self.op if isinstance(self.op, str) else self.op(call)
-        tensors = self.kept.tensors_of(kept)
-        strides = tuple([None if x is None else x.stride() for x in tensors])
+        tensors, theirs = self.kept.tensors_of(kept), {id(x) for x in self.call.tensors_of(call)}
+        fixed = [x is not None and (id(x) not in theirs or x.is_contiguous()) for x in tensors]
+        strides = tuple([x.stride() if x is not None and one else None for x, one in zip(tensors, fixed, strict=True)])
         return tensors, Saving(self.kept.rest_of(kept), self._grads(call)[0], edges, op, strides=strides)
 
     def keep(self, ctx: Any, saving: Saving, kept: Made, link: Tensor | None) -> None:
@@ -421,7 +423,7 @@ class Operator(Generic[C, O]):
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
         *tensors, link = ctx.saved_tensors
         for i, strides in enumerate(ctx.saving.strides):
-            if (x := tensors[i]) is not None and x.stride() != strides:
+            if strides is not None and (x := tensors[i]) is not None and x.stride() != strides:
                 tensors[i] = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
         if ctx.saving.link is not None:
             link = tensors[ctx.saving.link]
