@@ -66,12 +66,10 @@ def _sum_of_pairs(a, b):
 
 def _permute(a, b, selector):
     together = np.stack([a, b], 1).view(np.uint8)
-    which = [(selector >> (4 * i)) & 15 for i in range(4)]
-    made = np.take(together, [x & 7 for x in which], 1)
-    for i, x in enumerate(which):
-        if x & 8:  # its sign
-            made[:, i] = (made[:, i] >> 7) * 255
-    return made.view(np.uint32)[:, 0]
+    which = (np.broadcast_to(selector, a.shape)[:, None] >> np.arange(0, 16, 4, np.uint32)) & 15
+    made = np.take_along_axis(together, (which & 7).astype(np.intp), 1)
+    made = np.where(which & 8, (made >> 7) * 255, made).astype(np.uint8)  # its sign
+    return np.ascontiguousarray(made).view(np.uint32)[:, 0]
 
 
 def _stmatrix(w, block, addresses, values, transposed):

@@ -344,10 +344,8 @@ class _Translator:
         return self.write(s, s.operands[0], f"{x}.astype('{TYPES[to]}')", to)
 
     def i_prmt(self, s, words):
-        a, b = (self.read(x, "b32") for x in s.operands[1:3])
-        if s.operands[3] in self.numbers:
-            raise NotImplementedError(s.text)
-        return self.write(s, s.operands[0], f"_permute({a}, {b}, {int(s.operands[3].rstrip('U'), 0)})")
+        a, b, selector = (self.read(x, "b32") for x in s.operands[1:4])
+        return self.write(s, s.operands[0], f"_permute({a}, {b}, {selector})")
 
     def i_shfl(self, s, words):
         value, b, c = (self.read(x, "b32") for x in s.operands[1:4])
