@@ -1,8 +1,8 @@
 """What the kernels over rows of logits have in common: where a row begins, its tiles, and the walk over them.
 
-A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
-each thread; and all that R times.  Running sums are kept lane by lane, [LANES], so that warps meet only at the end of a
-row.
+A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows allow it (see `part_in_units`); LANES of
+these, one for each thread; and all that R times.  Running sums are kept lane by lane, [LANES], so that warps meet only
+at the end of a row.
 """
 
 import triton  # type: ignore[import-untyped]

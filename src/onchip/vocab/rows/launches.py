@@ -85,7 +85,8 @@ def launch_soft(
     from onchip.vocab.rows import soft as soft_kernels
 
     tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], light=True)
-    # Labels take as many registers as logits do, and their statistics as many again.
+    # Labels take as many registers as logits do, and their statistics as many again: of tiles for light kernels a half
+    # or a quarter.
     share = 2 if more.get("entropy") is None else 4
     arguments = _of_rows(kernel, logits, out, token_temperature, options, class_weight, tiles, labels, share)
     _launch(getattr(soft_kernels, kernel), tiles, arguments | more)

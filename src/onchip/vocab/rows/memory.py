@@ -168,10 +168,10 @@ def heuristic_tiles(vocab: int, dtype: str, *, light: bool = False, twice: bool 
     """The tiles for rows of `vocab` logits.  `light`: each row is read for one sum, and nothing is written.  `twice`:
     what registers don't hold is read a second time, from the cache.
 
-    A multiprocessor has up to 32 programs and 32 warps, or 48 where a thread has 16 elements of a tile rather than
-    those that take 64 bytes.  Few warps for a row wait less for each other; many read it a second time while it is in
-    the cache, and few rows keep the device busy then.  Of eight ways, at twelve sizes in two dtypes, these were the
-    fastest or nearly (docs/internals/cross_entropy.md).
+    A multiprocessor has up to 32 programs, of 32 warps together, or of 48 where a thread has 16 elements of a tile
+    instead of 32.  Few warps to a row wait less for each other.  Many read it a second time while the cache has it, and
+    keep the device busy with few rows.  Of eight ways, at twelve sizes in two dtypes, these were the fastest or nearly
+    on an H200 (docs/internals/cross_entropy.md).
     """
     rows, most = _CACHE_SHARE // (DTYPE_BYTES[dtype] * vocab), min(32, 64 // DTYPE_BYTES[dtype])
     if vocab <= 8192:
