@@ -62,7 +62,7 @@ KNOWN: dict[str, MaskArrays] = {}
 
 def arrays_of(like: Array) -> MaskArrays:
     """The functions of an array's framework."""
-    # A tensor of a subclass is PyTorch's too.  torch.compile asks no further than the first.
+    # Subclasses of Tensor are defined elsewhere; of a plain one, which torch.compile sees, the first class says it all.
     of_torch = any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__)
     name = "torch" if of_torch else "xla"
     if name not in KNOWN:  # torch.compile can't trace an import

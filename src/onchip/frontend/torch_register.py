@@ -367,7 +367,8 @@ class Operator(Generic[C, O]):
         present = [x for x in given if x is not None]
         if not present:
             return [None] * len(self.differentiable)
-        rest, grads, edges, op, packed = ctx.saving[:5]
+        saving: Saving = ctx.saving
+        rest, grads, edges, op, packed = saving.rest, saving.grads, saving.edges, saving.op, saving.packed
         refuse_batches(op, present)
         if ctx.used_up:
             _refuse_second(op, ctx)

@@ -138,7 +138,7 @@ def _forward(call: KernelCall) -> KernelOutputs:
     launches.query_table(p, mask, counter, call.band).run()
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
     walk = launches.Walk(p, q, k, v, mask, call.scale, options.softcap)
-    _kernels(q).forward(walk, _in_a_row(call.sinks), out, lse, counter).run()
+    _kernels(q).forward(walk, _contiguous(call.sinks), out, lse, counter).run()
     return made
 
 
@@ -148,7 +148,7 @@ def _by_token(x: Tensor, options: AttentionOptions) -> Tensor:
     return x if options.layout == "bthd" else x.transpose(1, 2)
 
 
-def _in_a_row(sinks: Tensor | None) -> Tensor | None:
+def _contiguous(sinks: Tensor | None) -> Tensor | None:
     """[Hq] contiguous, as kernels read them."""
     return None if sinks is None else stated.converted(sinks, Tensor.contiguous)
 
@@ -190,7 +190,7 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     if wanted[3]:
         few = problem.padded(p.queries) // problem.FEW_ROWS
         of_sinks = stated.empty((p.heads, p.batch * few), torch.float32, device)
-    launches.gradient_rows(p, out, grad_out, lse, grad_lse, _in_a_row(kept.sinks), of_rows, of_sinks).run()
+    launches.gradient_rows(p, out, grad_out, lse, grad_lse, _contiguous(kept.sinks), of_rows, of_sinks).run()
     made = _gradients_in(kept, wanted, [dtype] * 3)
     into = [None if x is None else _by_token(x, options) for x in made[:3]]
     write = _in_one_walk if _is_fused(kept, wanted) else _in_two_walks
